@@ -1,0 +1,228 @@
+"""The contracts between the engine's parts, and between the engine and those who call it. Torch-free."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from engine.chain import Segment, TokenIds
+
+Fidelity = Literal["default", "strict", "fast", "exact"]
+CacheState = Literal["cold", "partial", "warm_device", "warm_host", "warm_disk", "warm_shared"]
+
+
+# --- KV store: who keeps the bytes -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """How one model's KV lies in bytes. One (segment, layer) is K then V, each [kv_heads, tokens, head_dim]."""
+
+    num_layers: int
+    bytes_per_token: int  # of one layer, K and V together, scales included
+    layers_per_group: int  # one file holds one segment's layers of one group
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_layers // self.layers_per_group)
+
+    def layer_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self.bytes_per_token
+
+
+class KVReader(Protocol):
+    """Reads leased segments layer by layer; the next layer's bytes are fetched while the caller computes."""
+
+    tier: Literal["host", "disk"]  # the slowest tier that a segment of this reader came from
+
+    def read_layer(self, layer: int) -> Sequence[memoryview]:
+        """One buffer a segment, in chain order, checksum verified. Raises KVMissing (a corrupt block is a miss)."""
+        ...
+
+    def close(self) -> None:
+        """Ends the lease."""
+        ...
+
+
+class KVWriter(Protocol):
+    """Writes a run of segments layer by layer; nothing can be matched until `commit`."""
+
+    def write_layer(self, layer: int, segment: int, data: memoryview) -> None:
+        """`segment` indexes the writer's own segments. Returns once the bytes are copied; disk work is behind."""
+        ...
+
+    def groups_done(self) -> int:
+        """Layer groups (counted from 0) that are published for every segment: a resume may start behind them."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until everything handed over is on disk. Raises StorageFull or OSError of the writing thread."""
+        ...
+
+    def commit(self) -> None: ...
+
+    def suspend(self) -> None:
+        """Stop, keep published groups for a later resume by the same owner."""
+        ...
+
+    def abort(self) -> None:
+        """Stop and remove what was written."""
+        ...
+
+
+class KVStore(Protocol):
+    layout: KVLayout
+
+    def match(self, chain: Sequence[Segment]) -> int:
+        """Number of leading segments that are stored completely."""
+        ...
+
+    def open_reader(self, chain: Sequence[Segment]) -> KVReader:
+        """Lease `chain` (all of it must be stored). Raises KVMissing."""
+        ...
+
+    def open_writer(
+        self, chain: Sequence[Segment], *, owner: str, tenant: str, ttl_s: float | None = None, pinned: bool = False
+    ) -> KVWriter:
+        """Reserve room under the cap, evicting by LRU if needed, before a byte is written. Raises StorageFull.
+
+        `owner` names the work (a job id): opened again by the same owner after a crash, published groups count.
+        """
+        ...
+
+
+# --- Work: what the engine is asked to do ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """Make sure the KV of `tokens` is stored. Shared leading segments are taken from the store."""
+
+    tokens: TokenIds  # [tokens] the whole cacheable prefix: template head, documents
+    salt: bytes
+    tenant: str
+    owner: str  # job id: names the resume file and the writer
+    fidelity: Fidelity = "default"
+    kv_ttl_s: float | None = None
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class RecallReport:
+    """The fidelity guard's verdict over (segment, KV-head group) cells; softmax mass kept, 0–1."""
+
+    target: float
+    mean: float
+    p5: float
+    worst: float
+    below_target: bool
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    num_tokens: int
+    cached_tokens: int  # taken from the store
+    layers_recomputed: int  # layers computed again by this attempt after a resume, 0 without one
+    resumed_from_layer: int
+    density: float  # causal pairs kept / all causal pairs, mean over layers and groups
+    recall: RecallReport | None  # None where everything was dense
+    heads: Mapping[str, int]  # pattern → number of KV-head groups: dense, a_shape, vertical_slash, block_sparse
+    seconds: float
+    segments: Sequence[Segment] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0  # over generated tokens only
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """Answer from a prefix whose KV is stored; the rest of the prompt attends densely to all of it."""
+
+    prefix: TokenIds  # may be empty
+    question: TokenIds  # at least one token
+    salt: bytes
+    sampling: SamplingParams
+    fidelity: Fidelity = "default"
+
+
+@dataclass(frozen=True)
+class AnswerDelta:
+    """What one step of an answer gave. `finish_reason` ends it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Prefill(Protocol):
+    """A prefill in steps, so that its worker can do other work, renew its lease and notice a cancel between them."""
+
+    def step(self) -> bool:
+        """Do one bounded piece of work; True while there is more."""
+        ...
+
+    @property
+    def progress(self) -> float:
+        """0–1, by predicted time."""
+        ...
+
+    @property
+    def eta_s(self) -> float | None: ...
+
+    @property
+    def result(self) -> PrefillResult:
+        """Only after `step` returned False."""
+        ...
+
+    def suspend(self) -> None:
+        """Checkpoint and let go of everything; the same owner can go on later, in another process."""
+        ...
+
+    def cancel(self) -> None:
+        """Drop the work and its files."""
+        ...
+
+
+class Answer(Protocol):
+    """An answer in steps: the first computes the question's rows, each further one a token."""
+
+    def step(self) -> AnswerDelta: ...
+
+    @property
+    def kv_tier(self) -> CacheState: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    def close(self) -> None:
+        """Free the KV lease; safe to call twice, at any time."""
+        ...
+
+
+class Engine(Protocol):
+    """Tokens in, KV and tokens out."""
+
+    max_positions: int
+    digest: Callable[[Fidelity], str]
+
+    def cached_tokens(self, tokens: TokenIds, *, salt: bytes, fidelity: Fidelity) -> int:
+        """Leading tokens of `tokens` whose KV is stored."""
+        ...
+
+    def start_prefill(self, request: PrefillRequest) -> Prefill:
+        """Raises ContextTooLong, StorageFull."""
+        ...
+
+    def start_answer(self, request: AnswerRequest) -> Answer:
+        """Raises ContextTooLong, KVMissing (prefill the prefix first)."""
+        ...

@@ -1,0 +1,137 @@
+"""The queue's contract: at-least-once delivery with fencing. Every backend passes tests/contracts/queue_contract.py."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+JobKind = Literal["ingest", "prefill", "answer"]
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "dead"]
+FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled", "dead"})
+Json = Mapping[str, Any]
+
+
+class QueueError(Exception):
+    """Base of the queue's errors."""
+
+
+class LeaseLost(QueueError):
+    """The attempt's epoch is no longer the job's: another attempt owns it, or it was cancelled. Nothing was written."""
+
+
+class UnknownJob(QueueError):
+    """No job has this id."""
+
+
+@dataclass(frozen=True)
+class NewJob:
+    kind: JobKind
+    tenant: str
+    payload: Json
+    priority: int = 0  # higher goes first; answers are interactive and use 10
+    cost_tokens: int = 0  # what fairness weighs
+    job_id: str | None = None  # given: put is idempotent (the same id again changes nothing)
+    max_attempts: int = 3
+    single_flight: str | None = None  # at most one unfinished job per value; put returns the existing one
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    kind: JobKind
+    tenant: str
+    payload: Json
+    priority: int
+    state: JobState
+    attempts: int
+    epoch: int  # raised by each claim, cancel and requeue
+    progress: float
+    detail: Json  # free fields shown to users: stage, eta_s, …
+    result: Json | None
+    error: Json | None  # {"code", "message"}
+    created_at: float  # unix seconds
+    started_at: float | None
+    finished_at: float | None
+    cancel_requested: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of a job's event log. `seq` counts from 1 without gaps."""
+
+    seq: int
+    type: str  # state | progress | token | done
+    data: Json
+
+
+@dataclass(frozen=True)
+class DocumentChange:
+    """Fields to set on one record, in the same transaction that ends or advances a job."""
+
+    table: Literal["documents", "files"]
+    id: str
+    fields: Json
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What ends with a job, all or nothing: changes of records and follow-up jobs."""
+
+    changes: Sequence[DocumentChange] = ()
+    put: Sequence[NewJob] = field(default_factory=list)
+
+
+NO_EFFECTS = Effects()
+
+
+class Queue(Protocol):
+    def put(self, job: NewJob, effects: Effects = NO_EFFECTS) -> Job:
+        """Durable when it returns."""
+        ...
+
+    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
+        """Take the next job (interactive first, fair over tenants, ageing); raises its epoch and attempts."""
+        ...
+
+    def extend(self, job: Job, *, lease_s: float) -> None:
+        """Renew the lease. Raises LeaseLost; also when a cancel was asked for."""
+        ...
+
+    def progress(self, job: Job, fraction: float, detail: Json | None = None) -> None: ...
+
+    def emit(self, job: Job, events: Sequence[tuple[str, Json]]) -> None:
+        """Append to the job's event log (tokens of an answer). Raises LeaseLost."""
+        ...
+
+    def finish(self, job: Job, result: Json, effects: Effects = NO_EFFECTS) -> None:
+        """Succeed, once: epoch checked in the same transaction as `effects`. Raises LeaseLost."""
+        ...
+
+    def fail(self, job: Job, error: Json, *, retry: bool, effects: Effects = NO_EFFECTS) -> Job:
+        """With `retry`: back to queued, or dead when attempts are used up. `effects` are applied only when final."""
+        ...
+
+    def release(self, job: Job) -> None:
+        """Hand the lease back without counting the attempt (graceful drain)."""
+        ...
+
+    def cancel(self, job_id: str) -> Job:
+        """A queued job ends at once; a running one loses its epoch, its worker notices at the next step."""
+        ...
+
+    def reclaim(self) -> int:
+        """Requeue (or dead-letter) jobs whose lease ended; called on a timer. Returns how many."""
+        ...
+
+    def get(self, job_id: str) -> Job:
+        """Raises UnknownJob."""
+        ...
+
+    def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
+        """Events behind `after_seq`; waits up to `timeout_s` for the first."""
+        ...
+
+    def counts(self) -> Mapping[JobState, int]: ...
+
+    def oldest_queued_age_s(self) -> float: ...
+
+    def close(self) -> None: ...
