@@ -80,13 +80,25 @@ class KVStore(Protocol):
         """Lease `chain` (all of it must be stored). Raises KVMissing."""
         ...
 
-    def open_writer(
-        self, chain: Sequence[Segment], *, owner: str, tenant: str, ttl_s: float | None = None, pinned: bool = False
-    ) -> KVWriter:
-        """Reserve room under the cap, evicting by LRU if needed, before a byte is written. Raises StorageFull.
+    def open_writer(self, chain: Sequence[Segment], *, first: int, owner: str) -> KVWriter:
+        """Write `chain[first:]`. Room is reserved under the cap, evicting by LRU, before a byte is written.
 
         `owner` names the work (a job id): opened again by the same owner after a crash, published groups count.
+        Raises StorageFull.
         """
+        ...
+
+    def attach(self, chain: Sequence[Segment], holder: str, *, ttl_s: float | None, pinned: bool) -> None:
+        """Record that `holder` (a document's prefill) uses these stored segments; sets the holder's TTL and pin.
+
+        A segment is pinned while any of its holders is, and lives as long as the longest TTL (None: no limit).
+        """
+        ...
+
+    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
+
+    def release(self, holder: str) -> int:
+        """The holder is gone: remove segments that nobody else holds. Returns the bytes freed."""
         ...
 
 
@@ -99,8 +111,8 @@ class PrefillRequest:
 
     tokens: TokenIds  # [tokens] the whole cacheable prefix: template head, documents
     salt: bytes
-    tenant: str
     owner: str  # job id: names the resume file and the writer
+    holder: str  # the document's prefill that will hold the KV
     fidelity: Fidelity = "default"
     kv_ttl_s: float | None = None
     pinned: bool = False
@@ -125,7 +137,9 @@ class PrefillResult:
     resumed_from_layer: int
     density: float  # causal pairs kept / all causal pairs, mean over layers and groups
     recall: RecallReport | None  # None where everything was dense
-    heads: Mapping[str, int]  # pattern → number of KV-head groups: dense, a_shape, vertical_slash, block_sparse
+    heads: Mapping[
+        str, int
+    ]  # pattern → number of KV-head groups: dense, a_shape, vertical_slash, block_sparse
     seconds: float
     segments: Sequence[Segment] = field(default_factory=list)
 

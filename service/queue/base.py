@@ -64,10 +64,10 @@ class Event:
 
 
 @dataclass(frozen=True)
-class DocumentChange:
-    """Fields to set on one record, in the same transaction that ends or advances a job."""
+class RecordChange:
+    """Fields to set on one record (made if it isn't there), in the same transaction that ends or advances a job."""
 
-    table: Literal["documents", "files"]
+    table: Literal["files", "documents", "prefills"]
     id: str
     fields: Json
 
@@ -76,7 +76,7 @@ class DocumentChange:
 class Effects:
     """What ends with a job, all or nothing: changes of records and follow-up jobs."""
 
-    changes: Sequence[DocumentChange] = ()
+    changes: Sequence[RecordChange] = ()
     put: Sequence[NewJob] = field(default_factory=list)
 
 

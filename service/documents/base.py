@@ -1,0 +1,113 @@
+"""What the service remembers: file handles, the documents they refer to, and each document's prefills.
+
+A *file* is a handle: every upload makes a new one. Handles of identical content refer, counted, to one *document* =
+(tenant, content_hash, tokenizer digest). A document has one *prefill* per fidelity. Records are changed either here or
+as `Effects` of a job (service.queue.base), in one transaction with it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Json = Mapping[str, Any]
+FileStatus = Literal["uploaded", "processed", "error"]
+DocumentState = Literal["ready", "error"]
+PrefillState = Literal["queued", "running", "ready", "error", "cancelled"]
+KVState = Literal["none", "stored", "stale"]
+
+
+class UnknownRecord(Exception):
+    """No such record for this tenant (or it was deleted)."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    id: str  # file-<24 hex>
+    tenant: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    created_at: float  # unix seconds
+    expires_at: float | None
+    kind: str  # auto | repo | bundle | doc
+    fidelity: str  # default | strict | fast | exact
+    priority: int
+    base: str | None  # file id whose order is kept
+    pinned: bool
+    kv_ttl_s: float | None
+    sources: Sequence[Json]  # [{"filename", "path"}]: uploaded bytes, paths relative to the data folder
+    status: FileStatus
+    status_details: str | None
+    error: Json | None  # {"code", "message"}
+    ingest_job: str | None
+    document_id: str | None  # set when ingest is done
+
+
+@dataclass(frozen=True)
+class DocumentRecord:
+    id: str  # doc-<24 hex of blake3(tenant, content_hash, tokenizer digest)>
+    tenant: str
+    content_hash: str
+    stream_hash: str
+    tokenizer_digest: str
+    num_tokens: int
+    folder: str  # document.txt, tokens.npy, manifest.json; relative to the data folder
+    created_at: float
+    stage_seconds: Json  # {"upload", "ingest", …}
+
+
+@dataclass(frozen=True)
+class PrefillRecord:
+    id: str  # <document id>:<fidelity>; also the KV holder's name
+    document_id: str
+    tenant: str
+    fidelity: str
+    state: PrefillState
+    job_id: str | None
+    num_tokens: int | None  # of the whole prefix, template head included
+    digest: str | None  # engine digest its KV was made under; another digest now means `stale`
+    density: float | None
+    recall: Json | None  # target, mean, p5, worst, below_target
+    heads: Json | None  # pattern → count
+    cached_tokens: int | None
+    layers_recomputed: int | None
+    cold_ttft_s: float | None
+    seconds: float | None
+    error: Json | None
+
+
+class Documents(Protocol):
+    def create_file(self, record: FileRecord) -> None: ...
+
+    def file(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises UnknownRecord."""
+        ...
+
+    def files(
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None,
+        order: Literal["asc", "desc"],
+        purpose: str | None,
+    ) -> Sequence[FileRecord]: ...
+
+    def update_file(self, file_id: str, fields: Json) -> None: ...
+
+    def delete_file(self, tenant: str, file_id: str) -> DocumentRecord | None:
+        """Remove the handle. Returns the document if this was its last handle (its record and prefills are then
+        gone too; the caller removes folder and KV). Raises UnknownRecord."""
+        ...
+
+    def document(self, document_id: str) -> DocumentRecord: ...
+
+    def prefill(self, prefill_id: str) -> PrefillRecord:
+        """Raises UnknownRecord."""
+        ...
+
+    def handles(self, document_id: str) -> Sequence[FileRecord]: ...
+
+    def expired_files(self, now: float) -> Sequence[FileRecord]: ...
+
+    def close(self) -> None: ...

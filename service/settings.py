@@ -1,0 +1,59 @@
+"""Every setting of the service: one frozen object, read from FOREWORD_* once in the entry point and passed down."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+GIB = 1024**3
+
+
+class Settings(BaseSettings):
+    """Each field is the environment variable FOREWORD_<NAME>; the README has a row for each."""
+
+    model_config = SettingsConfigDict(env_prefix="FOREWORD_", frozen=True, extra="ignore")
+
+    data_dir: Path = Field(
+        default=Path("~/.local/share/foreword"), description="Everything durable of this machine"
+    )
+    cache_dir: Path = Field(default=Path("~/.cache/foreword"), description="Converted default model")
+    model: str = Field(default="default", description="'default', a local Hugging Face folder, or a hub id")
+    device: str = Field(default="auto", description="auto, cpu or cuda")
+    dtype: str = Field(default="auto", description="auto, bfloat16 or float32")
+    threads: int = Field(default=0, ge=0, description="CPU threads of the engine; 0: all cores")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
+    insecure: bool = Field(default=False, description="Allow listening beyond loopback without API keys")
+    api_keys_file: Path | None = Field(
+        default=None, description="JSON file of key hashes, tenants and limits"
+    )
+    log_level: str = Field(default="info", description="debug, info, warning or error")
+
+    kv_disk_bytes: int = Field(default=20 * GIB, ge=0, description="Cap of stored KV on disk")
+    kv_host_bytes: int = Field(default=1 * GIB, ge=0, description="Cap of KV kept in host memory")
+    resume_bytes: int = Field(default=8 * GIB, ge=0, description="Cap of the hidden states kept for resuming")
+    upload_bytes: int = Field(default=16 * GIB, ge=0, description="Cap of uploads on disk")
+    disk_floor_bytes: int = Field(default=1 * GIB, ge=0, description="Free disk space that is never used")
+    max_upload_bytes: int = Field(default=2 * GIB, ge=1, description="Largest single upload")
+    max_document_tokens: int = Field(default=0, ge=0, description="0: what the model allows")
+
+    ingest_memory_bytes: int = Field(default=2 * GIB, ge=1, description="Memory limit of the parsing process")
+    ingest_timeout_s: float = Field(default=600.0, gt=0, description="Time limit of the parsing process")
+    lease_s: float = Field(default=10.0, gt=0, description="A worker silent for so long loses its job")
+    max_attempts: int = Field(default=3, ge=1, description="Attempts before a job is dead-lettered")
+    checkpoint_s: float = Field(
+        default=5.0, ge=0, description="Least time between two resume points of a prefill"
+    )
+    max_tokens_default: int = Field(
+        default=512, ge=1, description="Answer length where the request names none"
+    )
+
+    def resolved(self) -> "Settings":
+        """The same with absolute paths."""
+        return self.model_copy(
+            update={
+                "data_dir": self.data_dir.expanduser().resolve(),
+                "cache_dir": self.cache_dir.expanduser().resolve(),
+            }
+        )
