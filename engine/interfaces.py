@@ -137,9 +137,7 @@ class PrefillResult:
     resumed_from_layer: int
     density: float  # causal pairs kept / all causal pairs, mean over layers and groups
     recall: RecallReport | None  # None where everything was dense
-    heads: Mapping[
-        str, int
-    ]  # pattern → number of KV-head groups: dense, a_shape, vertical_slash, block_sparse
+    heads: Mapping[str, int]  # pattern → number of KV-head groups: dense, a_shape, vertical_slash, block_sparse
     seconds: float
     segments: Sequence[Segment] = field(default_factory=list)
 

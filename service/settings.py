@@ -13,9 +13,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="FOREWORD_", frozen=True, extra="ignore")
 
-    data_dir: Path = Field(
-        default=Path("~/.local/share/foreword"), description="Everything durable of this machine"
-    )
+    data_dir: Path = Field(default=Path("~/.local/share/foreword"), description="Everything durable of this machine")
     cache_dir: Path = Field(default=Path("~/.cache/foreword"), description="Converted default model")
     model: str = Field(default="default", description="'default', a local Hugging Face folder, or a hub id")
     device: str = Field(default="auto", description="auto, cpu or cuda")
@@ -25,9 +23,7 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
     insecure: bool = Field(default=False, description="Allow listening beyond loopback without API keys")
-    api_keys_file: Path | None = Field(
-        default=None, description="JSON file of key hashes, tenants and limits"
-    )
+    api_keys_file: Path | None = Field(default=None, description="JSON file of key hashes, tenants and limits")
     log_level: str = Field(default="info", description="debug, info, warning or error")
 
     kv_disk_bytes: int = Field(default=20 * GIB, ge=0, description="Cap of stored KV on disk")
@@ -42,12 +38,8 @@ class Settings(BaseSettings):
     ingest_timeout_s: float = Field(default=600.0, gt=0, description="Time limit of the parsing process")
     lease_s: float = Field(default=10.0, gt=0, description="A worker silent for so long loses its job")
     max_attempts: int = Field(default=3, ge=1, description="Attempts before a job is dead-lettered")
-    checkpoint_s: float = Field(
-        default=5.0, ge=0, description="Least time between two resume points of a prefill"
-    )
-    max_tokens_default: int = Field(
-        default=512, ge=1, description="Answer length where the request names none"
-    )
+    checkpoint_s: float = Field(default=5.0, ge=0, description="Least time between two resume points of a prefill")
+    max_tokens_default: int = Field(default=512, ge=1, description="Answer length where the request names none")
 
     def resolved(self) -> "Settings":
         """The same with absolute paths."""
