@@ -1,0 +1,48 @@
+"""KV as FP8 with one scale per 128 tokens and KV head, and back."""
+
+import torch
+
+from kernels import checks, dispatch
+
+SCALE_TOKENS = 128
+
+
+def quantise_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise K or V of one layer, [kv_heads, tokens, head_dim].
+
+    Returns (stored [kv_heads, tokens, head_dim] float8_e4m3fn, scales [kv_heads, ceil(tokens / 128)] float32): value ≈
+    stored * scale, scale = largest magnitude of those 128 tokens / 448 (1 where all are 0).
+
+    Raises ValueError for shapes, dtypes or strides that do not fit.
+    """
+    checks.shape("x", x, "kv_heads", "tokens", "head_dim")
+    checks.dtype("x", x, *checks.FLOATS)
+    checks.at_least("tokens", x.shape[1], 1)
+    checks.rows_contiguous(x=x)
+    result: tuple[torch.Tensor, torch.Tensor] = dispatch.implementation("kv_quant", x.device).quantise_kv(x)
+    return result
+
+
+def dequantise_kv(
+    stored: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The values that `stored` [kv_heads, tokens, head_dim] and `scales` [kv_heads, ceil(tokens / 128)] stand for.
+
+    Written into `out` [kv_heads, tokens, head_dim] of `dtype` when given (a slice of a layer's KV, say).
+
+    Raises ValueError for shapes, dtypes, devices or strides that do not fit.
+    """
+    checks.shape("stored", stored, "kv_heads", "tokens", "head_dim")
+    checks.dtype("stored", stored, torch.float8_e4m3fn)
+    checks.shape("scales", scales, stored.shape[0], -(-stored.shape[1] // SCALE_TOKENS))
+    checks.dtype("scales", scales, torch.float32)
+    if dtype not in checks.FLOATS:
+        raise ValueError(f"dtype: expected one of {checks.FLOATS}, got {dtype}")
+    if out is None:
+        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+    checks.shape("out", out, *stored.shape)
+    checks.dtype("out", out, dtype)
+    checks.same_device(stored=stored, scales=scales, out=out)
+    checks.rows_contiguous(stored=stored, out=out)
+    dispatch.implementation("kv_quant", stored.device).dequantise_kv(stored, scales, out)
+    return out

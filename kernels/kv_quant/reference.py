@@ -1,0 +1,22 @@
+"""KV quantisation in plain PyTorch."""
+
+import torch
+
+FP8_MAX = 448.0
+SCALE_TOKENS = 128
+
+
+def quantise_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    compute = torch.promote_types(x.dtype, torch.float32)
+    tokens = x.shape[1]
+    padded = torch.nn.functional.pad(x.to(compute), (0, 0, 0, -tokens % SCALE_TOKENS))
+    tiles = padded.view(x.shape[0], -1, SCALE_TOKENS, x.shape[2])
+    largest = tiles.abs().amax((2, 3))
+    scales = torch.where(largest > 0, largest / FP8_MAX, 1.0).float()
+    stored = (tiles / scales[..., None, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return stored.flatten(1, 2)[:, :tokens].contiguous(), scales
+
+
+def dequantise_kv(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    per_token = scales.repeat_interleave(SCALE_TOKENS, 1)[:, : stored.shape[1], None]
+    out.copy_(stored.float() * per_token)

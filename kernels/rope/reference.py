@@ -1,0 +1,16 @@
+"""RoPE in plain PyTorch."""
+
+import torch
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    pairs = cos.shape[1]
+    compute = torch.promote_types(x.dtype, torch.float32)
+    if interleaved:
+        first, second = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    else:
+        first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    a, b = first.to(compute), second.to(compute)
+    cosine, sine = cos.to(compute)[:, None], sin.to(compute)[:, None]
+    first.copy_(a * cosine - b * sine)
+    second.copy_(b * cosine + a * sine)
