@@ -56,7 +56,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of a job's event log. `seq` counts from 1 without gaps."""
+    """One entry of a job's event log. `seq` counts from 1 without gaps.
+
+    state: {"state", "attempt"} at each change · progress: {"progress", …detail} · token: {"text"} ·
+    done: {"state", "error"}, always the last.
+    """
 
     seq: int
     type: str  # state | progress | token | done
@@ -85,7 +89,11 @@ NO_EFFECTS = Effects()
 
 class Queue(Protocol):
     def put(self, job: NewJob, effects: Effects = NO_EFFECTS) -> Job:
-        """Durable when it returns."""
+        """Durable when it returns. Where `single_flight` gives an existing job, `effects` are applied all the same."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a job may have been put, at most `timeout_s`."""
         ...
 
     def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
@@ -96,7 +104,9 @@ class Queue(Protocol):
         """Renew the lease. Raises LeaseLost; also when a cancel was asked for."""
         ...
 
-    def progress(self, job: Job, fraction: float, detail: Json | None = None) -> None: ...
+    def progress(self, job: Job, fraction: float, detail: Json | None = None) -> None:
+        """Shown to users, and an event. Raises LeaseLost."""
+        ...
 
     def emit(self, job: Job, events: Sequence[tuple[str, Json]]) -> None:
         """Append to the job's event log (tokens of an answer). Raises LeaseLost."""
@@ -115,7 +125,10 @@ class Queue(Protocol):
         ...
 
     def cancel(self, job_id: str) -> Job:
-        """A queued job ends at once; a running one loses its epoch, its worker notices at the next step."""
+        """A queued job ends at once; a running one loses its epoch, its worker notices at the next step.
+
+        Either is `cancelled` when this returns. Raises UnknownJob.
+        """
         ...
 
     def reclaim(self) -> int:
@@ -128,6 +141,14 @@ class Queue(Protocol):
 
     def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
         """Events behind `after_seq`; waits up to `timeout_s` for the first."""
+        ...
+
+    async def events_async(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
+        """The same without a thread a waiter."""
+        ...
+
+    def prune(self, before: float) -> int:
+        """Forget jobs that finished before this time, events included. Returns how many."""
         ...
 
     def counts(self) -> Mapping[JobState, int]: ...

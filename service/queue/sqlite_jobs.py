@@ -1,0 +1,234 @@
+"""Rows of jobs and events, inside a transaction that the caller holds. The caller adds wake-ups after commit."""
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from sqlite3 import Connection, Row
+
+from service.documents.records import apply_changes, derive_status, follow_job
+from service.queue.base import Effects, Event, Job, JobState, Json, LeaseLost, NewJob, UnknownJob
+from service.queue.fairness import choose
+
+AGEING_S = 30.0  # so long a wait is worth one step of priority
+
+
+def decode(row: Row) -> Job:
+    return Job(
+        id=row["id"],
+        kind=row["kind"],
+        tenant=row["tenant"],
+        payload=json.loads(row["payload"]),
+        priority=row["priority"],
+        state=row["state"],
+        attempts=row["attempts"],
+        epoch=row["epoch"],
+        progress=row["progress"],
+        detail=json.loads(row["detail"]),
+        result=None if row["result"] is None else json.loads(row["result"]),
+        error=None if row["error"] is None else json.loads(row["error"]),
+        created_at=row["created_at"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        cancel_requested=bool(row["cancel_requested"]),
+    )
+
+
+def decode_event(row: Row) -> Event:
+    return Event(row["seq"], row["type"], json.loads(row["data"]))
+
+
+def message(error: str) -> str:
+    return str(json.loads(error).get("message", ""))
+
+
+def encode(value: Json) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def fetch(connection: Connection, job_id: str) -> Row:
+    row: Row | None = connection.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise UnknownJob(f"no job {job_id!r}")
+    return row
+
+
+def fetch_held(connection: Connection, job: Job) -> Row:
+    """The row, if this attempt still owns the job. Raises LeaseLost."""
+    row: Row | None = connection.execute("SELECT * FROM jobs WHERE id = ?", (job.id,)).fetchone()
+    if row is None:
+        raise LeaseLost(f"job {job.id} is gone")
+    if row["state"] != "running" or row["epoch"] != job.epoch:
+        raise LeaseLost(f"job {job.id}: epoch {job.epoch} no longer holds it ({row['state']}, epoch {row['epoch']})")
+    return row
+
+
+def put(connection: Connection, job: NewJob, effects: Effects, now: float) -> tuple[Job, list[str]]:
+    """The new or existing job, and all jobs that were put."""
+    if job.job_id is not None:
+        existing = connection.execute("SELECT * FROM jobs WHERE id = ?", (job.job_id,)).fetchone()
+        if existing is not None:
+            return decode(existing), []
+    job_id, follow_ups = _apply(connection, Effects(effects.changes, [job, *effects.put]), now)
+    return decode(fetch(connection, job_id)), follow_ups
+
+
+def apply_effects(connection: Connection, effects: Effects, now: float) -> list[str]:
+    """Returns the jobs that were put."""
+    return _apply(connection, effects, now)[1]
+
+
+def _apply(connection: Connection, effects: Effects, now: float) -> tuple[str, list[str]]:
+    """(id of the first job of `effects.put`, new or existing; ids of the new ones)."""
+    # A new prefill job resets its record's state, so statuses are derived behind both.
+    due = apply_changes(connection, effects.changes)
+    first, added = "", []
+    for new in effects.put:
+        job_id, is_new = _insert(connection, new, now)
+        first = first or job_id
+        if is_new:
+            added.append(job_id)
+    for prefill_id in due:
+        derive_status(connection, prefill_id)
+    return first, added
+
+
+def _insert(connection: Connection, job: NewJob, now: float) -> tuple[str, bool]:
+    if job.max_attempts < 1:
+        raise ValueError(f"max_attempts is {job.max_attempts}; expected at least 1")
+    if job.job_id is not None and connection.execute("SELECT 1 FROM jobs WHERE id = ?", (job.job_id,)).fetchone():
+        return job.job_id, False
+    if job.single_flight is not None:
+        running = connection.execute(
+            "SELECT id FROM jobs WHERE single_flight = ? AND state IN ('queued', 'running')", (job.single_flight,)
+        ).fetchone()
+        if running is not None:
+            return running["id"], False
+    job_id = job.job_id or f"job-{uuid.uuid4().hex[:24]}"
+    connection.execute(
+        "INSERT INTO jobs (id, kind, tenant, payload, priority, cost_tokens, state, max_attempts, single_flight, "
+        "created_at) VALUES (?, ?, ?, ?, ?, ?, 'queued', ?, ?, ?)",
+        (
+            job_id,
+            job.kind,
+            job.tenant,
+            encode(job.payload),
+            job.priority,
+            job.cost_tokens,
+            job.max_attempts,
+            job.single_flight,
+            now,
+        ),
+    )
+    follow_job(connection, job_id, job.single_flight if job.kind == "prefill" else None, "queued", None)
+    append_events(connection, job_id, [("state", {"state": "queued", "attempt": 0})])
+    return job_id, True
+
+
+def has_queued(connection: Connection, kinds: Sequence[str]) -> bool:
+    marks = ", ".join("?" * len(kinds))
+    query = f"SELECT 1 FROM jobs WHERE state = 'queued' AND kind IN ({marks}) LIMIT 1"
+    return connection.execute(query, list(kinds)).fetchone() is not None
+
+
+def pick(connection: Connection, kinds: Sequence[str], now: float) -> str | None:
+    """The next queued job of these kinds: highest aged priority, fair over the tenants that have one there."""
+    marks = ", ".join("?" * len(kinds))
+    rows = connection.execute(
+        # SQLite takes bare columns from the row of the minimum: the oldest job of each (tenant, priority).
+        "SELECT tenant, id, cost_tokens, priority, min(created_at) AS created_at FROM jobs "
+        f"WHERE state = 'queued' AND kind IN ({marks}) GROUP BY tenant, priority",
+        list(kinds),
+    ).fetchall()
+    if not rows:
+        return None
+
+    def level(row: Row) -> int:
+        return int(row["priority"]) + int(max(0.0, now - row["created_at"]) // AGEING_S)
+
+    top = max(map(level, rows))
+    heads: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row["created_at"]):
+        if level(row) == top:
+            heads.setdefault(row["tenant"], row)
+    costs = {tenant: row["cost_tokens"] for tenant, row in heads.items()}
+    return str(heads[_fair_tenant(connection, ",".join(sorted(kinds)), costs)]["id"])
+
+
+def _fair_tenant(connection: Connection, lane: str, costs: dict[str, int]) -> str:
+    stored = connection.execute("SELECT tenant, deficit, current FROM fairness WHERE lane = ?", (lane,)).fetchall()
+    current = next((row["tenant"] for row in stored if row["current"]), None)
+    choice = choose(costs, {row["tenant"]: row["deficit"] for row in stored}, current)
+    connection.execute("DELETE FROM fairness WHERE lane = ?", (lane,))
+    connection.executemany(
+        "INSERT INTO fairness (lane, tenant, deficit, current) VALUES (?, ?, ?, ?)",
+        [(lane, tenant, deficit, tenant == choice.tenant) for tenant, deficit in choice.deficits.items()],
+    )
+    return choice.tenant
+
+
+def start(connection: Connection, job_id: str, worker: str, lease_until: float, now: float) -> Job:
+    connection.execute(
+        "UPDATE jobs SET state = 'running', attempts = attempts + 1, epoch = epoch + 1, worker = ?, lease_until = ?, "
+        "started_at = coalesce(started_at, ?) WHERE id = ?",
+        (worker, lease_until, now, job_id),
+    )
+    row = fetch(connection, job_id)
+    follow_job(connection, job_id, None, "running", None)
+    append_events(connection, job_id, [("state", {"state": "running", "attempt": row["attempts"]})])
+    return decode(row)
+
+
+def expired(connection: Connection, now: float) -> list[Row]:
+    """Running jobs whose lease has ended."""
+    rows: list[Row] = connection.execute(
+        "SELECT * FROM jobs WHERE state = 'running' AND lease_until < ?", (now,)
+    ).fetchall()
+    return rows
+
+
+def requeue(connection: Connection, row: Row, error: str | None, *, count_attempt: bool) -> None:
+    attempts = row["attempts"] if count_attempt else row["attempts"] - 1
+    connection.execute(
+        "UPDATE jobs SET state = 'queued', epoch = epoch + 1, attempts = ?, worker = NULL, lease_until = NULL, "
+        "error = coalesce(?, error) WHERE id = ?",
+        (attempts, error, row["id"]),
+    )
+    follow_job(connection, row["id"], None, "queued", None)
+    append_events(connection, row["id"], [("state", {"state": "queued", "attempt": attempts})])
+
+
+def end(
+    connection: Connection,
+    job_id: str,
+    state: JobState,
+    now: float,
+    *,
+    result: Json | None = None,
+    error: Json | None = None,
+) -> None:
+    """Into a final state; the epoch is raised, so that whoever still runs it has lost it."""
+    error_text = None if error is None else encode(error)
+    connection.execute(
+        "UPDATE jobs SET state = ?, epoch = epoch + 1, result = ?, error = ?, worker = NULL, lease_until = NULL, "
+        "finished_at = ?, progress = CASE WHEN ? = 'succeeded' THEN 1.0 ELSE progress END WHERE id = ?",
+        (state, None if result is None else encode(result), error_text, now, state, job_id),
+    )
+    follow_job(connection, job_id, None, state, error_text)
+    append_events(connection, job_id, [("done", {"state": state, "error": error})])
+
+
+def cancel(connection: Connection, job_id: str, now: float) -> bool:
+    """False where the job had ended already."""
+    row = fetch(connection, job_id)
+    if row["state"] not in ("queued", "running"):
+        return False
+    connection.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
+    end(connection, job_id, "cancelled", now, error={"code": "cancelled", "message": "the job was cancelled"})
+    return True
+
+
+def append_events(connection: Connection, job_id: str, events: Iterable[tuple[str, Json]]) -> None:
+    (last,) = connection.execute("SELECT last_seq FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    rows = [(job_id, seq, kind, encode(data)) for seq, (kind, data) in enumerate(events, last + 1)]
+    connection.executemany("INSERT INTO events (job_id, seq, type, data) VALUES (?, ?, ?, ?)", rows)
+    connection.execute("UPDATE jobs SET last_seq = ? WHERE id = ?", (last + len(rows), job_id))
