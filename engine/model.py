@@ -1,0 +1,145 @@
+"""The weights of one model, read from safetensors, with q/k/v and gate/up fused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import ModelError
+from engine.rope import frequencies
+from engine.spec import ModelSpec, load_spec
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; linears are [out, in]."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]: q, then k, then v
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None
+    out: torch.Tensor  # [hidden, heads * head_dim]
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]: gate, then up
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [hidden, intermediate]
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights in one dtype on one device; rotary frequencies stay float32."""
+
+    spec: ModelSpec
+    embedding: torch.Tensor  # [vocabulary, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [hidden]
+    head: torch.Tensor  # [vocabulary, hidden]; the embedding itself where tied
+    inverse_frequencies: torch.Tensor  # [head_dim / 2] float32
+    rope_factor: float
+    weights_digest: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+
+def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
+    """Load the Hugging Face folder `folder` (one safetensors file or shards).
+
+    Raises ModelError: unknown family, a tensor missing, unreadable or of the wrong shape.
+    """
+    spec, place = load_spec(folder), torch.device(device)
+    files = _files(folder)
+    reader = _Reader(files, dtype, place)
+    try:
+        layers = tuple(_layer(reader.take, spec, index) for index in range(spec.num_layers))
+        embedding = reader.take("model.embed_tokens.weight", spec.vocabulary, spec.hidden)
+        norm = reader.take("model.norm.weight", spec.hidden)
+        head = embedding if spec.tied_embeddings else reader.take("lm_head.weight", spec.vocabulary, spec.hidden)
+    finally:
+        reader.close()
+    inverse, factor = frequencies(spec.rope, spec.head_dim, place)
+    return Model(spec, embedding, layers, norm, head, inverse, factor, _digest(files))
+
+
+def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    rows = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    gate_up = ("gate_proj", "up_proj")
+    return LayerWeights(
+        input_norm=take(prefix + "input_layernorm.weight", spec.hidden),
+        qkv=torch.cat([take(f"{attention}{name}.weight", size, spec.hidden) for name, size in rows]),
+        qkv_bias=torch.cat([take(f"{attention}{name}.bias", size) for name, size in rows]) if spec.qkv_bias else None,
+        q_norm=take(attention + "q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+        k_norm=take(attention + "k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+        out=take(attention + "o_proj.weight", spec.hidden, q),
+        out_bias=take(attention + "o_proj.bias", spec.hidden) if spec.out_bias else None,
+        mlp_norm=take(prefix + "post_attention_layernorm.weight", spec.hidden),
+        gate_up=torch.cat([take(f"{mlp}{name}.weight", spec.intermediate, spec.hidden) for name in gate_up]),
+        gate_up_bias=torch.cat([take(f"{mlp}{name}.bias", spec.intermediate) for name in gate_up])
+        if spec.mlp_bias
+        else None,
+        down=take(mlp + "down_proj.weight", spec.hidden, spec.intermediate),
+        down_bias=take(mlp + "down_proj.bias", spec.hidden) if spec.mlp_bias else None,
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [folder / name for name in names]
+    return [folder / "model.safetensors"]
+
+
+class _Reader:
+    """Tensors by name over all shards, checked for shape."""
+
+    def __init__(self, files: list[Path], dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        try:
+            self._open = [safe_open(str(file), framework="pt") for file in files]
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read the weights in {files[0].parent}: {error}") from error
+        self._where = {name: shard for shard in self._open for name in _names(shard)}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        shard = self._where.get(name)
+        if shard is None:
+            raise ModelError(f"the weights lack the tensor {name}")
+        tensor: torch.Tensor = shard.get_tensor(name)  # type: ignore[no-untyped-call]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} from config.json")
+        # A copy always: what safetensors gives is a view of the mapped file.
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+    def close(self) -> None:
+        self._where.clear()
+        self._open.clear()
+
+
+def _names(shard: Any) -> list[str]:
+    names: list[str] = shard.keys()
+    return names
+
+
+def _digest(files: list[Path]) -> str:
+    """blake3 over the files' bytes: part of every KV key, so other weights never match."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for file in files:
+        hasher.update_mmap(file)
+    return hasher.hexdigest()
