@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Garbage:
-    """Bytes that no record names any more. `kind` is upload, folder (both relative to the data folder) or holder."""
+    """Bytes that no record names any more: a file id's upload, a document's folder (relative to the data folder), or
+    the KV of a holder."""
 
     id: int
     kind: Literal["upload", "folder", "holder"]
@@ -82,7 +83,7 @@ class SqliteDocuments:
             record = _file(connection, tenant, file_id)
             now = self._clock()
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
-            _discard(connection, "upload", [str(source["path"]) for source in record.sources])
+            _discard(connection, "upload", [file_id])
             if record.ingest_job is not None:
                 _cancel(connection, record.ingest_job, now)
             if record.document_id is None or _handles(connection, record.document_id):
@@ -209,7 +210,7 @@ def _discard(connection: Connection, kind: str, names: Sequence[str]) -> None:
 
 def _is_named(connection: Connection, piece: Garbage) -> bool:
     query = {
-        "upload": "SELECT 1 FROM files, json_each(files.sources) AS s WHERE json_extract(s.value, '$.path') = :name",
+        "upload": "SELECT 1 FROM files WHERE id = :name",
         "folder": "SELECT 1 FROM documents WHERE folder = :name",
         "holder": "SELECT 1 FROM prefills WHERE id = :name UNION ALL SELECT 1 FROM shared_holders WHERE holder = :name",
     }[piece.kind]

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TICK_S = 0.5
-_MAX_SOCKET_PATH = 100  # of the 107 bytes that the kernel allows
+_MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
+_MAX_SOCKET_NAME = 28
 
 
 def socket_folder(data_dir: Path) -> Path:
     """Where the sockets of this data folder lie: in it, or in the temporary folder where its path is too long."""
     folder = data_dir / "run"
-    if len(os.fsencode(folder)) + 48 > _MAX_SOCKET_PATH:
+    if len(os.fsencode(folder)) + 1 + _MAX_SOCKET_NAME > _MAX_SOCKET_PATH:
         name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
         folder = Path(tempfile.gettempdir()) / f"foreword-{os.getuid()}-{name}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,0 +1,489 @@
+"""What every queue backend must do. Backends subclass QueueContract and give it a `backend` fixture."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pytest
+
+from service.documents.base import Documents
+from service.queue.base import Effects, Job, LeaseLost, NewJob, Queue, RecordChange, UnknownJob
+
+LEASE_S = 10.0
+processes = multiprocessing.get_context("spawn")
+
+
+class Backend(Protocol):
+    """Opens queues over one storage. It is pickled into other processes."""
+
+    def queue(self, clock: Callable[[], float] = time.time) -> Queue: ...
+
+    def documents(self) -> Documents: ...
+
+    def close(self) -> None: ...
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def opened(backend: Backend) -> Iterator[Queue]:
+    queue = backend.queue()
+    try:
+        yield queue
+    finally:
+        queue.close()
+        backend.close()
+
+
+def claim_all(backend: Backend, worker: str, claimed: Any, ready: Any, go: Any) -> None:
+    with opened(backend) as queue:
+        ready.release()
+        go.wait(30)
+        while (job := queue.claim(worker, ["answer"], lease_s=60)) is not None:
+            queue.finish(job, {"worker": worker})
+            claimed.put((worker, job.id))
+
+
+def claim_and_hang(backend: Backend, claimed: Any) -> None:
+    with opened(backend) as queue:
+        job = queue.claim("victim", ["prefill"], lease_s=0.5)
+        assert job is not None
+        queue.emit(job, [("token", {"text": "before"})])
+        claimed.put(job.id)
+        time.sleep(60)
+
+
+def put_same(backend: Backend, number: int, found: Any, ready: Any, go: Any) -> None:
+    with opened(backend) as queue:
+        ready.release()
+        go.wait(30)
+        found.put(queue.put(NewJob("prefill", "t", {"number": number}, single_flight="doc-1:default")).id)
+
+
+def emit_when_told(backend: Backend, job: Job, go: Any, sent_at: Any) -> None:
+    with opened(backend) as queue:
+        for number in range(5):
+            go.acquire(timeout=30)
+            sent_at.put(time.time())
+            queue.emit(job, [("token", {"text": str(number)})])
+
+
+class QueueContract:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def queue(self, backend: Backend, clock: Clock) -> Iterator[Queue]:
+        queue = backend.queue(clock)
+        yield queue
+        queue.close()
+
+    def claim(self, queue: Queue, kind: str = "answer") -> Job:
+        job = queue.claim("w", [kind], lease_s=LEASE_S)
+        assert job is not None
+        return job
+
+    # --- put ---------------------------------------------------------------------------------------------------
+
+    def test_put_keeps_all_fields(self, queue: Queue, clock: Clock) -> None:
+        payload = {"text": "naïve ☃", "list": [1, 2], "none": None, "nested": {"x": 1.5}}
+        job = queue.put(NewJob("ingest", "acme", payload, priority=3, job_id="job-1"))
+        assert job == queue.get("job-1")
+        assert (job.id, job.kind, job.tenant, job.priority) == ("job-1", "ingest", "acme", 3)
+        assert (job.state, job.attempts, job.epoch, job.created_at) == ("queued", 0, 0, clock.now)
+        assert job.payload == payload
+
+    def test_put_twice_with_one_id_changes_nothing(self, queue: Queue, backend: Backend) -> None:
+        first = queue.put(NewJob("ingest", "t", {"n": 1}, job_id="job-1"))
+        again = queue.put(NewJob("ingest", "t", {"n": 2}, job_id="job-1"), new_file("file-1"))
+        assert again == first
+        assert queue.counts() == {"queued": 1}
+        assert backend.documents().files("t", limit=9, after=None, order="asc", purpose=None) == []
+        queue.finish(self.claim(queue, "ingest"), {})
+        assert queue.put(NewJob("ingest", "t", {}, job_id="job-1")).state == "succeeded"
+
+    def test_put_is_one_with_its_effects(self, queue: Queue, backend: Backend) -> None:
+        queue.put(NewJob("ingest", "t", {}), new_file("file-1"))
+        assert backend.documents().file("t", "file-1").filename == "a.txt"
+        with pytest.raises(ValueError, match="no column shoe_size"):
+            queue.put(NewJob("ingest", "t", {}), Effects([RecordChange("files", "file-1", {"shoe_size": 43})]))
+        assert queue.counts() == {"queued": 1}
+
+    def test_single_flight(self, queue: Queue) -> None:
+        new = NewJob("prefill", "t", {}, single_flight="doc-1:default")
+        first = queue.put(new)
+        assert queue.put(new).id == first.id
+        running = self.claim(queue, "prefill")
+        assert queue.put(new).id == first.id
+        queue.finish(running, {})
+        assert queue.put(new).id != first.id
+
+    def test_refuses_zero_attempts(self, queue: Queue) -> None:
+        with pytest.raises(ValueError, match="max_attempts is 0"):
+            queue.put(NewJob("answer", "t", {}, max_attempts=0))
+
+    # --- order of claims ---------------------------------------------------------------------------------------
+
+    def test_claim_takes_only_its_kinds(self, queue: Queue) -> None:
+        queue.put(NewJob("ingest", "t", {}))
+        assert queue.claim("w", ["answer", "prefill"], lease_s=LEASE_S) is None
+        job = self.claim(queue, "ingest")
+        assert (job.state, job.attempts, job.epoch) == ("running", 1, 1)
+        assert queue.claim("w", ["ingest"], lease_s=LEASE_S) is None
+
+    def test_higher_priority_first_then_oldest(self, queue: Queue, clock: Clock) -> None:
+        for name, priority in [("low", 0), ("high", 10), ("high2", 10), ("mid", 5)]:
+            queue.put(NewJob("answer", "t", {}, priority=priority, job_id=name))
+            clock.now += 0.1
+        assert [self.claim(queue).id for _ in range(4)] == ["high", "high2", "mid", "low"]
+
+    def test_waiting_raises_priority(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}, priority=0, job_id="patient"))
+        clock.now += 3600
+        queue.put(NewJob("answer", "t", {}, priority=10, job_id="fresh"))
+        assert self.claim(queue).id == "patient"
+
+    def test_a_flood_holds_up_nobody_else(self, queue: Queue, clock: Clock) -> None:
+        for number in range(50):
+            queue.put(NewJob("answer", "flood", {}, cost_tokens=5000, job_id=f"flood-{number}"))
+        for tenant in ("a", "b"):
+            queue.put(NewJob("answer", tenant, {}, cost_tokens=5000, job_id=tenant))
+        served = [self.claim(queue).id for _ in range(4)]
+        assert {"a", "b"} <= set(served)
+
+    def test_tenants_share_by_tokens(self, queue: Queue) -> None:
+        for number in range(60):
+            queue.put(NewJob("prefill", "long", {}, cost_tokens=50_000, job_id=f"long-{number}"))
+            queue.put(NewJob("prefill", "short", {}, cost_tokens=10_000, job_id=f"short-{number}"))
+        served = Counter(self.claim(queue, "prefill").tenant for _ in range(36))
+        assert 25 <= served["short"] <= 33  # one long to five short: 30 of 36
+
+    # --- leases and fencing ------------------------------------------------------------------------------------
+
+    def test_lease_ends_and_another_takes_over(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}, job_id="job-1"))
+        lost = self.claim(queue)
+        clock.now += LEASE_S - 1
+        assert queue.reclaim() == 0
+        clock.now += 2
+        assert queue.reclaim() == 1
+        assert queue.reclaim() == 0
+        second = self.claim(queue)
+        assert (second.id, second.attempts) == (lost.id, 2)
+        assert second.epoch > lost.epoch
+        queue.finish(second, {"by": "second"})
+        assert queue.get("job-1").result == {"by": "second"}
+
+    def test_extend_keeps_the_lease(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}))
+        job = self.claim(queue)
+        for _ in range(3):
+            clock.now += LEASE_S - 1
+            queue.extend(job, lease_s=LEASE_S)
+            assert queue.reclaim() == 0
+
+    @pytest.mark.parametrize("how", ["lease", "cancel"])
+    def test_who_lost_the_job_can_do_nothing(self, queue: Queue, backend: Backend, clock: Clock, how: str) -> None:
+        queue.put(NewJob("answer", "t", {}, job_id="job-1"), new_file("file-1"))
+        lost = self.claim(queue)
+        if how == "lease":
+            clock.now += LEASE_S + 1
+            queue.reclaim()
+            self.claim(queue)
+        else:
+            queue.cancel("job-1")
+        before, events = queue.get("job-1"), queue.events("job-1")
+        effects = Effects([RecordChange("files", "file-1", {"filename": "stolen"})], [NewJob("prefill", "t", {})])
+        attempts: list[Callable[[], object]] = [
+            lambda: queue.extend(lost, lease_s=LEASE_S),
+            lambda: queue.progress(lost, 0.5),
+            lambda: queue.emit(lost, [("token", {"text": "ghost"})]),
+            lambda: queue.finish(lost, {}, effects),
+            lambda: queue.fail(lost, {"code": "x", "message": "x"}, retry=False, effects=effects),
+            lambda: queue.release(lost),
+        ]
+        for attempt in attempts:
+            with pytest.raises(LeaseLost):
+                attempt()
+        assert queue.get("job-1") == before
+        assert queue.events("job-1") == events
+        assert backend.documents().file("t", "file-1").filename == "a.txt"
+
+    def test_release_gives_back_without_counting(self, queue: Queue) -> None:
+        queue.put(NewJob("answer", "t", {}, max_attempts=1))
+        for _ in range(3):
+            job = self.claim(queue)
+            assert job.attempts == 1
+            queue.release(job)
+        assert queue.get(job.id).state == "queued"
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def test_finish_once_with_effects_and_follow_up(self, queue: Queue, backend: Backend) -> None:
+        queue.put(NewJob("ingest", "t", {}), new_file("file-1"))
+        job = self.claim(queue, "ingest")
+        effects = Effects([RecordChange("files", "file-1", {"filename": "b.txt"})], [NewJob("prefill", "t", {"n": 1})])
+        queue.finish(job, {"tokens": 7}, effects)
+        with pytest.raises(LeaseLost):
+            queue.finish(job, {"tokens": 8}, effects)
+        ended = queue.get(job.id)
+        assert (ended.state, ended.result, ended.progress) == ("succeeded", {"tokens": 7}, 1.0)
+        assert ended.finished_at is not None
+        assert backend.documents().file("t", "file-1").filename == "b.txt"
+        assert self.claim(queue, "prefill").payload == {"n": 1}
+        assert queue.claim("w", ["prefill"], lease_s=LEASE_S) is None
+
+    def test_finish_is_all_or_nothing(self, queue: Queue) -> None:
+        queue.put(NewJob("answer", "t", {}))
+        job = self.claim(queue)
+        bad = Effects([RecordChange("documents", "doc-1", {"nonsense": 1})], [NewJob("prefill", "t", {})])
+        with pytest.raises(ValueError, match="no column nonsense"):
+            queue.finish(job, {}, bad)
+        assert queue.get(job.id).state == "running"
+        assert queue.counts() == {"running": 1}
+        queue.finish(job, {})
+
+    def test_fail_retries_then_dies_with_the_reason(self, queue: Queue, backend: Backend) -> None:
+        queue.put(NewJob("answer", "t", {}, max_attempts=2), new_file("file-1"))
+        error = {"code": "engine_error", "message": "it broke"}
+        effects = Effects([RecordChange("files", "file-1", {"filename": "gave up"})])
+        assert queue.fail(self.claim(queue), error, retry=True, effects=effects).state == "queued"
+        assert backend.documents().file("t", "file-1").filename == "a.txt"
+        ended = queue.fail(self.claim(queue), error, retry=True, effects=effects)
+        assert (ended.state, ended.error, ended.attempts) == ("dead", error, 2)
+        assert backend.documents().file("t", "file-1").filename == "gave up"
+        assert queue.claim("w", ["answer"], lease_s=LEASE_S) is None
+
+    def test_permanent_failure_is_not_retried(self, queue: Queue) -> None:
+        queue.put(NewJob("answer", "t", {}))
+        error = {"code": "context_length_exceeded", "message": "9 tokens, 8 allowed"}
+        assert queue.fail(self.claim(queue), error, retry=False).state == "failed"
+
+    def test_job_that_kills_its_workers_ends_dead(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}, job_id="poison", max_attempts=3))
+        queue.put(NewJob("prefill", "t", {}, job_id="innocent"))
+        for _ in range(3):
+            self.claim(queue)
+            clock.now += LEASE_S + 1
+            assert queue.reclaim() == 1
+        dead = queue.get("poison")
+        assert dead.state == "dead"
+        assert dead.error is not None
+        assert dead.error["code"] == "worker_lost"
+        assert "3 attempts" in dead.error["message"]
+        assert queue.get("innocent").state == "queued"
+
+    def test_cancel_queued_and_running(self, queue: Queue) -> None:
+        for name in ("one", "two"):
+            queue.put(NewJob("answer", "t", {}, job_id=name))
+        running = self.claim(queue)
+        for name in ("one", "two"):
+            job = queue.cancel(name)
+            assert (job.state, job.cancel_requested) == ("cancelled", True)
+        with pytest.raises(LeaseLost):
+            queue.extend(running, lease_s=LEASE_S)
+        assert queue.claim("w", ["answer"], lease_s=LEASE_S) is None
+        assert queue.cancel("one") == queue.get("one")
+
+    def test_cancel_leaves_an_ended_job_alone(self, queue: Queue) -> None:
+        queue.put(NewJob("answer", "t", {}))
+        job = self.claim(queue)
+        queue.finish(job, {"text": "done"})
+        assert queue.cancel(job.id).state == "succeeded"
+        assert queue.events(job.id)[-1].data["state"] == "succeeded"
+
+    def test_unknown_job(self, queue: Queue) -> None:
+        for ask in (queue.get, queue.cancel, queue.events):
+            with pytest.raises(UnknownJob, match="job-none"):
+                ask("job-none")
+
+    # --- events ------------------------------------------------------------------------------------------------
+
+    def test_event_log_has_no_gaps(self, queue: Queue) -> None:
+        job_id = queue.put(NewJob("answer", "t", {})).id
+        job = self.claim(queue)
+        queue.progress(job, 0.25, {"stage": "prefill", "eta_s": 3.0})
+        queue.emit(job, [("token", {"text": "a"}), ("token", {"text": "é☃"})])
+        queue.finish(job, {})
+        events = queue.events(job_id)
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert [event.type for event in events] == ["state", "state", "progress", "token", "token", "done"]
+        assert events[2].data == {"progress": 0.25, "stage": "prefill", "eta_s": 3.0}
+        assert events[4].data == {"text": "é☃"}
+        assert queue.events(job_id, 4) == events[4:]
+        assert queue.get(job_id).detail == {"stage": "prefill", "eta_s": 3.0}
+
+    def test_events_wait_no_longer_than_asked(self, queue: Queue) -> None:
+        job_id = queue.put(NewJob("answer", "t", {})).id
+        start = time.monotonic()
+        assert queue.events(job_id, 1, timeout_s=0.3) == []
+        assert 0.25 < time.monotonic() - start < 2
+
+    def test_events_of_an_ended_job_return_at_once(self, queue: Queue) -> None:
+        job_id = queue.put(NewJob("answer", "t", {})).id
+        queue.cancel(job_id)
+        last = queue.events(job_id)[-1].seq
+        start = time.monotonic()
+        assert queue.events(job_id, last, timeout_s=20) == []
+        assert time.monotonic() - start < 5
+
+    def test_waiting_reader_gets_an_event_within_milliseconds(self, backend: Backend) -> None:
+        queue = backend.queue()
+        queue.put(NewJob("answer", "t", {}))
+        job = self.claim(queue)
+        go, sent_at = processes.Semaphore(0), processes.Queue()
+        other = processes.Process(target=emit_when_told, args=(backend, job, go, sent_at))
+        other.start()
+        delays, seen = [], queue.events(job.id)[-1].seq
+        for number in range(5):
+            threading.Timer(0.05, go.release).start()
+            events = queue.events(job.id, seen, timeout_s=30)
+            delays.append(time.time() - sent_at.get(timeout=30))
+            assert [event.data["text"] for event in events] == [str(number)]
+            seen = events[-1].seq
+        other.join(30)
+        queue.close()
+        assert min(delays) < 0.1  # the machine may be busy; a reader that polls each half second can't do this
+
+    async def test_a_thousand_async_readers(self, backend: Backend) -> None:
+        queue, other = backend.queue(), backend.queue()
+        for number in range(20):
+            queue.put(NewJob("answer", "t", {}, job_id=f"job-{number}"))
+        claimed = [self.claim(queue) for _ in range(20)]
+        seen = {job.id: queue.events(job.id)[-1].seq for job in claimed}
+        threads_before = threading.active_count()
+        readers = [
+            asyncio.create_task(queue.events_async(job.id, seen[job.id], timeout_s=60))
+            for job in claimed
+            for _ in range(50)
+        ]
+        await asyncio.sleep(0.5)
+        assert threading.active_count() < threads_before + 50
+        assert not any(reader.done() for reader in readers)
+        for job in claimed:
+            other.emit(job, [("token", {"text": job.id})])
+        results = await asyncio.wait_for(asyncio.gather(*readers), 60)
+        assert [events[0].data["text"] for events in results] == [job.id for job in claimed for _ in range(50)]
+        queue.close()
+        other.close()
+
+    async def test_async_reader_gives_up_in_time(self, queue: Queue) -> None:
+        job_id = queue.put(NewJob("answer", "t", {})).id
+        assert await queue.events_async(job_id, 1, timeout_s=0.1) == []
+        with pytest.raises(UnknownJob):
+            await queue.events_async("job-none", timeout_s=0.1)
+
+    # --- housekeeping ------------------------------------------------------------------------------------------
+
+    def test_prune_forgets_only_old_ended_jobs(self, queue: Queue, clock: Clock) -> None:
+        for name in ("old", "waiting"):
+            queue.put(NewJob("answer", "t", {}, job_id=name))
+        queue.finish(self.claim(queue), {})
+        clock.now += 100
+        queue.put(NewJob("answer", "t", {}, priority=50, job_id="new"))
+        queue.finish(self.claim(queue), {})
+        assert queue.prune(clock.now - 50) == 1
+        with pytest.raises(UnknownJob):
+            queue.events("old")
+        assert queue.counts() == {"queued": 1, "succeeded": 1}
+
+    def test_age_of_the_oldest_waiting_job(self, queue: Queue, clock: Clock) -> None:
+        assert queue.oldest_queued_age_s() == 0.0
+        queue.put(NewJob("answer", "t", {}))
+        clock.now += 42
+        queue.put(NewJob("answer", "t", {}))
+        assert queue.oldest_queued_age_s() == pytest.approx(42)
+        self.claim(queue)
+        assert queue.oldest_queued_age_s() == pytest.approx(0)
+
+    # --- several processes -------------------------------------------------------------------------------------
+
+    def test_wait_ends_when_a_job_is_put(self, backend: Backend) -> None:
+        queue, other = backend.queue(), backend.queue()
+        timer = threading.Timer(0.2, lambda: other.put(NewJob("answer", "t", {})))
+        timer.start()
+        start = time.monotonic()
+        queue.wait(20)
+        assert time.monotonic() - start < 10
+        timer.join()
+        start = time.monotonic()
+        queue.wait(20)  # one is there already
+        assert time.monotonic() - start < 10
+        queue.close()
+        other.close()
+
+    def test_processes_never_claim_one_job_twice(self, backend: Backend) -> None:
+        queue = backend.queue()
+        for number in range(60):
+            queue.put(NewJob("answer", f"tenant-{number % 3}", {}, job_id=f"job-{number}"))
+        claimed, ready, go = processes.Queue(), processes.Semaphore(0), processes.Event()
+        workers = [
+            processes.Process(target=claim_all, args=(backend, f"w{number}", claimed, ready, go)) for number in range(3)
+        ]
+        for worker in workers:
+            worker.start()
+        for _ in workers:
+            assert ready.acquire(timeout=60)
+        go.set()
+        pairs = [claimed.get(timeout=60) for _ in range(60)]
+        for worker in workers:
+            worker.join(30)
+            assert worker.exitcode == 0
+        assert sorted(job for _, job in pairs) == sorted(f"job-{number}" for number in range(60))
+        assert all(
+            queue.get(job).result == {"worker": worker} and queue.get(job).attempts == 1 for worker, job in pairs
+        )
+        queue.close()
+
+    def test_processes_put_one_single_flight(self, backend: Backend) -> None:
+        found, ready, go = processes.Queue(), processes.Semaphore(0), processes.Event()
+        putters = [processes.Process(target=put_same, args=(backend, n, found, ready, go)) for n in range(3)]
+        for putter in putters:
+            putter.start()
+        for _ in putters:
+            assert ready.acquire(timeout=60)
+        go.set()
+        ids = {found.get(timeout=30) for _ in putters}
+        for putter in putters:
+            putter.join(30)
+        assert len(ids) == 1
+
+    def test_killed_claimant_loses_its_job_to_another(self, backend: Backend) -> None:
+        queue = backend.queue()
+        queue.put(NewJob("prefill", "t", {}, job_id="job-1"))
+        claimed = processes.Queue()
+        victim = processes.Process(target=claim_and_hang, args=(backend, claimed))
+        victim.start()
+        assert claimed.get(timeout=60) == "job-1"
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(30)
+        deadline = time.monotonic() + 10
+        while queue.reclaim() == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job = self.claim(queue, "prefill")
+        assert job.attempts == 2
+        queue.finish(job, {"ok": True})
+        kinds = [event.type for event in queue.events("job-1")]
+        assert kinds == ["state", "state", "token", "state", "state", "done"]  # what was said before the kill is kept
+        queue.close()
+
+
+def new_file(file_id: str) -> Effects:
+    fields = {"tenant": "t", "filename": "a.txt", "purpose": "user_data", "size_bytes": 5, "created_at": 1.0}
+    return Effects([RecordChange("files", file_id, fields)])
