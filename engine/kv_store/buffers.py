@@ -1,0 +1,48 @@
+"""Buffers for layers read from disk, used again once nobody looks at them."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+def plain_memory(size_bytes: int) -> Bytes:
+    """`size_bytes` of ordinary memory, [size_bytes] uint8."""
+    return np.empty(size_bytes, np.uint8)
+
+
+class BufferPool:
+    """Hands out writable byte arrays; the memory of one comes back when its last view is gone.
+
+    Fresh memory costs a page fault every 4 KiB, more than reading from the page cache does. `allocate` may give other
+    memory, such as pinned memory.
+    """
+
+    def __init__(self, max_idle_bytes: int, allocate: Callable[[int], Bytes] = plain_memory) -> None:
+        self._max_idle_bytes, self._allocate = max_idle_bytes, allocate
+        self._idle: dict[int, deque[Bytes]] = {}
+        self._idle_bytes = 0
+
+    def take(self, size_bytes: int) -> Bytes:
+        """An array of `size_bytes` with undefined contents."""
+        idle = self._idle.setdefault(size_bytes, deque())
+        try:
+            memory = idle.pop()
+            self._idle_bytes -= size_bytes
+        except IndexError:
+            memory = self._allocate(size_bytes)
+        # Views of `view` keep `view` alive, not `memory`: numpy would otherwise collapse the chain to its base.
+        view = np.frombuffer(memory, np.uint8)
+        weakref.finalize(view, self._give_back, memory).atexit = False
+        return view
+
+    def _give_back(self, memory: Bytes) -> None:
+        # Runs inside the garbage collector, in any thread: no locks here. The count may drift by a race of two
+        # threads, which costs a buffer more or less, nothing else.
+        if self._idle_bytes + memory.nbytes <= self._max_idle_bytes:
+            self._idle_bytes += memory.nbytes
+            self._idle[memory.nbytes].append(memory)

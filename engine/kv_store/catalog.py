@@ -1,0 +1,236 @@
+"""Who holds which stored KV, and the chores: everything but reading and writing it. Needs no layout and no model.
+
+The API process uses this alone; the worker's `LocalKVStore` contains one.
+"""
+
+import json
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from engine.chain import Segment
+from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.counters import Counters
+from engine.kv_store.index import (
+    EXPIRED,
+    LEASED,
+    PINNED,
+    Copy,
+    Index,
+    doom,
+    end_session,
+    lease_copies,
+    revive_released,
+    select_copies,
+    total_bytes,
+    touch,
+)
+from engine.kv_store.recovery import recover, settle_orphans
+from engine.kv_store.report import CacheEntry, cache_entries, holder_bytes, tier_bytes
+from engine.kv_store.sessions import Session, remove_dead_files
+from engine.kv_store.space import ORPHAN, DiskLimits, DiskSpace
+from engine.kv_store.verify import VerifyReport, verify_copies
+
+log = logging.getLogger("foreword.kv_store")
+
+Clock = Callable[[], float]
+_OF_HOLDER = "state = 'stored' AND key IN (SELECT key FROM holds WHERE holder = :holder)"
+_ONLY_OF_HOLDER = (
+    f"{_OF_HOLDER} AND NOT EXISTS (SELECT 1 FROM holds o WHERE o.key = copies.key AND o.holder != :holder)"
+)
+
+
+class KVCatalog:
+    """The KV folder's index, its holders and its limits. Any number of processes may open the same folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: DiskLimits,
+        *,
+        counters: Counters | None = None,
+        orphan_ttl_s: float = 6 * 3600.0,
+        clock: Clock = time.time,
+    ) -> None:
+        """Opens `folder`, making it if needed, and puts it in order. Raises OSError, KVError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.counters = counters or Counters()
+        self.clock, self._orphan_ttl_s = clock, orphan_ttl_s
+        session_folder = folder / "sessions"
+        self._session = Session(session_folder)
+        self.session = self._session.id
+        self.blocks = BlockFolder(folder / "blocks")
+        self.index = Index(folder / "index.sqlite3", session_folder)
+        self.space = DiskSpace(self.index, self.blocks, limits, self.counters)
+        with self.index.transaction() as db:
+            db.execute("INSERT INTO sessions (id) VALUES (?)", (self.session,))
+        recover(self.index, self.blocks, self.space)
+        remove_dead_files(session_folder)
+        self.sweep()
+
+    def attach(self, chain: Sequence[Segment], holder: str, *, ttl_s: float | None, pinned: bool) -> None:
+        """Record that `holder` uses `chain`, besides what it holds already, and set its TTL (seconds) and pin.
+
+        The TTL runs from the last use. Segments that are not stored (any more) are recorded all the same: they are
+        held from the moment they are stored again. So a prefill may attach when it starts, and nothing of what it
+        builds on can be released meanwhile.
+        """
+        keys = [segment.key for segment in chain]
+        with self.index.transaction() as db:
+            self._set_policy(db, holder, ttl_s, pinned)
+            db.executemany("INSERT OR IGNORE INTO holds (key, holder) VALUES (?, ?)", [(key, holder) for key in keys])
+            revive_released(db, keys)
+            touch(db, keys, self.clock())
+
+    def describe(self, holder: str) -> dict[str, int]:
+        """Bytes of what `holder` holds, by tier; host memory counts all processes, as of their last finished read."""
+        with self.index.snapshot() as db:
+            return holder_bytes(db, holder)
+
+    def usage(self) -> dict[str, int]:
+        """Bytes in use, by tier; on disk with what is reserved for segments being written."""
+        with self.index.snapshot() as db:
+            return tier_bytes(db)
+
+    def entries(self) -> list[CacheEntry]:
+        """One entry a holder, and one with holder None for what nobody holds."""
+        with self.index.snapshot() as db:
+            return cache_entries(db)
+
+    def verify(
+        self, holder: str | None = None, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> VerifyReport:
+        """Read and check every block of `holder`'s KV (None: all); bad segments are removed and counted.
+
+        `on_progress(done, total)` is called in bytes.
+        """
+        lease, copies = self.lease(holder)
+        try:
+            report = verify_copies(copies, self.blocks, on_progress)
+            for bad in report.bad:
+                self.counters.add("checksum_failures" if bad.corrupt else "read_errors")
+                self.condemn(bad.copy, "corrupt")
+        finally:
+            self.end_lease(lease)
+        return report
+
+    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
+        """Change a holder's TTL (seconds from the last use, None: no limit) and pin; unknown holders are made."""
+        with self.index.transaction() as db:
+            self._set_policy(db, holder, ttl_s, pinned)
+
+    def pin(self, holder: str, pinned: bool = True) -> None:
+        """Pin or unpin what `holder` holds, leaving its TTL."""
+        with self.index.transaction() as db:
+            row = db.execute("SELECT ttl_s FROM holders WHERE name = ?", (holder,)).fetchone()
+            self._set_policy(db, holder, row[0] if row else None, pinned)
+
+    def release(self, holder: str) -> int:
+        """Forget `holder` and remove what only it held. Returns the bytes freed now.
+
+        Segments that are being read can't be matched any more at once; their bytes go when the last lease ends.
+        """
+        with self.index.transaction() as db:
+            self.index.reap_dead_sessions(db)
+            copies = select_copies(db, _ONLY_OF_HOLDER, {"holder": holder})
+            doom(db, [copy.id for copy in copies], "released")
+            db.execute("DELETE FROM holds WHERE holder = ?", (holder,))
+            db.execute("DELETE FROM holders WHERE name = ?", (holder,))
+            removable = self.space.removable(db, [copy.id for copy in copies])
+        return self.space.remove(removable)
+
+    def discard(self, owner: str) -> int:
+        """Remove what a suspended or dead writer of `owner` left for a resume. Returns the bytes freed."""
+        with self.index.transaction() as db:
+            self.index.reap_dead_sessions(db)
+            copies = select_copies(db, f"{ORPHAN} AND owner = :owner", {"owner": owner})
+            doom(db, [copy.id for copy in copies], "discarded")
+        return self.space.remove(copies)
+
+    def evict(self, *, holder: str | None = None, size_bytes: int | None = None) -> int:
+        """Free what only `holder` holds, or at least `size_bytes` by the usual order if that much can go.
+
+        Pinned segments stay, those being read go when their lease ends. A holder remains: what it holds counts again
+        once it is stored again. Returns the bytes freed now. Raises ValueError unless exactly one is given.
+        """
+        if (holder is None) == (size_bytes is None):
+            raise ValueError("expected either a holder or a number of bytes")
+        with self.index.transaction() as db:
+            self.index.reap_dead_sessions(db)
+            if holder is not None:
+                chosen = select_copies(db, f"{_ONLY_OF_HOLDER} AND NOT {PINNED}", {"holder": holder})
+                self.space.evict(db, chosen, "requested")
+            else:
+                chosen = self.space.least_needed(db, size_bytes or 0, now=self.clock())
+            removable = self.space.removable(db, [copy.id for copy in chosen])
+        return self.space.remove(removable)
+
+    def sweep(self) -> int:
+        """The chore of every few seconds: end dead leases, remove what expired or was left. Returns the bytes freed."""
+        with self.index.transaction() as db:
+            self.index.reap_dead_sessions(db)
+            settle_orphans(db, self.blocks)
+            now = self.clock()
+            expired = select_copies(db, f"state = 'stored' AND NOT {LEASED} AND {EXPIRED}", {"now": now})
+            self.space.evict(db, expired, "expired")
+            left = select_copies(db, f"{ORPHAN} AND created_at < :before", {"before": now - self._orphan_ttl_s})
+            self.space.evict(db, left, "orphaned")
+            removable = self.space.removable(db)
+        return self.space.remove(removable)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of KV files on disk, with what is reserved for those being written: what the cap limits."""
+        with self.index.snapshot() as db:
+            return total_bytes(db)
+
+    def lease(self, holder: str | None) -> tuple[str, list[Copy]]:
+        """Protect what `holder` holds (None: everything stored) from removal until `end_lease`."""
+        lease = secrets.token_hex(8)
+        with self.index.transaction() as db:
+            condition = "state = 'stored'" if holder is None else _OF_HOLDER
+            copies = select_copies(db, f"{condition} ORDER BY token_start", {"holder": holder})
+            lease_copies(db, lease, self.session, copies)
+        return lease, copies
+
+    def end_lease(self, lease: str) -> None:
+        """Let go; segments whose removal waited for this are removed."""
+        with self.index.transaction() as db:
+            leased = [row[0] for row in db.execute("SELECT copy FROM leases WHERE id = ?", (lease,))]
+            db.execute("DELETE FROM leases WHERE id = ?", (lease,))
+            removable = self.space.removable(db, leased)
+        self.space.remove(removable)
+
+    def condemn(self, copy: Copy, reason: str) -> None:
+        """Never serve a damaged copy again; it is removed when its last lease ends."""
+        with self.index.transaction() as db:
+            doom(db, [copy.id], reason)
+
+    def report_host(self, sizes: Mapping[str, int]) -> set[str]:
+        """Record the bytes of each copy in this process's memory. Returns those copies that no longer exist."""
+        with self.index.transaction() as db:
+            among = "state = 'stored' AND id IN (SELECT value FROM json_each(:ids))"
+            known = {copy.id for copy in select_copies(db, among, {"ids": json.dumps(list(sizes))})}
+            db.execute("DELETE FROM host_residency WHERE session = ?", (self.session,))
+            db.executemany(
+                "INSERT INTO host_residency (session, copy, size_bytes) VALUES (?, ?, ?)",
+                [(self.session, copy, size) for copy, size in sizes.items() if copy in known],
+            )
+        return set(sizes) - known
+
+    def close(self) -> None:
+        with self.index.transaction() as db:
+            end_session(db, self.session)
+        self.index.close()
+        self._session.close()
+
+    def _set_policy(self, db: sqlite3.Connection, holder: str, ttl_s: float | None, pinned: bool) -> None:
+        if ttl_s is not None and ttl_s < 0:
+            raise ValueError(f"got a TTL of {ttl_s} seconds, expected 0 or more, or None")
+        db.execute(
+            "INSERT OR REPLACE INTO holders (name, ttl_s, pinned, set_at) VALUES (?, ?, ?, ?)",
+            (holder, ttl_s, pinned, self.clock()),
+        )

@@ -1,0 +1,47 @@
+"""Counts of what the store did, for whoever exports metrics."""
+
+import threading
+from collections.abc import Callable, Mapping
+
+# name → its labels, in order
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "checksum_failures": (),
+    "read_errors": (),  # blocks lost to an I/O error or a missing file
+    "evictions": ("tier", "reason"),  # segments on disk, layers of a segment in host memory
+    "hits": ("tier",),  # segments opened for reading, by the slowest tier they needed
+    "misses": (),  # chains that could not be opened
+    "read_bytes": ("tier",),
+    "written_bytes": (),
+    "resumed_bytes": (),  # published by an earlier attempt and taken up
+    "duplicate_segments": (),  # written by two writers at once, kept once
+}
+
+OnCount = Callable[[str, tuple[str, ...], int], None]
+
+
+class Counters:
+    """Counts by (name, label values…). `on_count(name, labels, amount)` is called behind every change, if given."""
+
+    def __init__(self, on_count: OnCount | None = None) -> None:
+        self._on_count = on_count
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, ...], int] = {}
+
+    def add(self, name: str, *labels: str, amount: int = 1) -> None:
+        if len(labels) != len(NAMES[name]):
+            raise ValueError(f"{name} got labels {labels}, expected {NAMES[name]}")
+        with self._lock:
+            key = (name, *labels)
+            self._values[key] = self._values.get(key, 0) + amount
+        if self._on_count is not None:
+            self._on_count(name, labels, amount)
+
+    def get(self, name: str, *labels: str) -> int:
+        """One value, or with fewer labels the sum over the others."""
+        key = (name, *labels)
+        with self._lock:
+            return sum(value for name, value in self._values.items() if name[: len(key)] == key)
+
+    def snapshot(self) -> dict[tuple[str, ...], int]:
+        with self._lock:
+            return dict(self._values)

@@ -1,0 +1,66 @@
+"""What a store does when it opens a folder: put files and index in step again, after whatever happened before."""
+
+import logging
+import sqlite3
+from collections import defaultdict
+
+from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.index import Copy, Index, doom, select_copies
+from engine.kv_store.space import ORPHAN, DiskSpace
+
+log = logging.getLogger("foreword.kv_store")
+
+
+def recover(index: Index, blocks: BlockFolder, space: DiskSpace) -> None:
+    """End the leases of dead processes, settle what they were writing, remove what has no meaning.
+
+    Other processes may be at work on the folder. Only names and sizes are looked at: contents are checked when read.
+    """
+    with index.transaction() as db:
+        index.reap_dead_sessions(db)
+        settle_orphans(db, blocks)
+        # Rows before files: what is stored here had all its files when the folder is listed below.
+        stored = select_copies(db, "state = 'stored'", {})
+        doomed = space.removable(db)
+    space.remove(doomed)
+    sizes: dict[str, dict[int, int]] = defaultdict(dict)
+    files = list(blocks.scan())
+    for file in files:
+        if file.copy is not None and file.published:
+            sizes[file.copy][file.group] = file.size_bytes
+    broken = [copy for copy in stored if not _is_whole(copy, sizes.get(copy.id, {}))]
+    with index.transaction() as db:
+        if broken:
+            log.error("kv_store: %d stored segments have lost files, or part of one", len(broken))
+            doom(db, [copy.id for copy in broken], "incomplete")
+        removable = space.removable(db)
+        # Files before rows: a file's row exists before the file does.
+        known = {copy: (state, session) for copy, state, session in db.execute("SELECT id, state, session FROM copies")}
+    space.remove(removable)
+    for file in files:
+        state, session = known.get(file.copy or "", (None, None))
+        if state is None or (not file.published and not (state == "writing" and session is not None)):
+            log.info("kv_store: removing %s: nobody's", file.path.name)
+            file.path.unlink(missing_ok=True)
+
+
+def settle_orphans(db: sqlite3.Connection, blocks: BlockFolder) -> None:
+    """Remove what orphaned copies left unfinished, and count only what they still have.
+
+    Inside the transaction, so that nobody takes up a copy meanwhile.
+    """
+    for copy in select_copies(db, f"{ORPHAN} AND size_bytes != written_bytes", {}):
+        kept = 0
+        for block in copy.blocks:
+            blocks.temporary(copy.key, copy.id, block.group).unlink(missing_ok=True)
+            path = blocks.path(copy.key, copy.id, block.group)
+            if path.exists():
+                kept += path.stat().st_size
+        if kept:
+            db.execute("UPDATE copies SET size_bytes = ?, written_bytes = ? WHERE id = ?", (kept, kept, copy.id))
+        else:
+            doom(db, [copy.id], "orphaned")
+
+
+def _is_whole(copy: Copy, sizes: dict[int, int]) -> bool:
+    return all(sizes.get(block.group) == block.size_bytes for block in copy.blocks)

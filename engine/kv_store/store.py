@@ -1,0 +1,152 @@
+"""The KV store of one machine: local disk, and host memory in front of it."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from engine.chain import Segment
+from engine.errors import KVMissing
+from engine.interfaces import KVLayout, KVReader, KVWriter
+from engine.kv_store.buffers import BufferPool, Bytes, plain_memory
+from engine.kv_store.catalog import Clock, KVCatalog
+from engine.kv_store.counters import Counters
+from engine.kv_store.host_cache import HostCache
+from engine.kv_store.index import Copy, lease_copies, stored_copies, touch
+from engine.kv_store.layout import check_layout
+from engine.kv_store.reader import LocalReader, ReadPath
+from engine.kv_store.reservation import Reservation
+from engine.kv_store.space import DiskLimits
+from engine.kv_store.writer import LocalWriter
+
+MIB = 1024**2
+
+
+class LocalKVStore:
+    """A `KVStore` on a folder of this machine. Any number of processes may open the same folder.
+
+    `host_bytes` caps the host-memory tier, `readahead_bytes` what a reader fetches ahead, `write_buffer_bytes` what
+    waits for the disk in a writer. `allocate` gives the memory that layers are read into.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: KVLayout,
+        limits: DiskLimits,
+        *,
+        host_bytes: int = 0,
+        readahead_bytes: int = 128 * MIB,
+        write_buffer_bytes: int = 256 * MIB,
+        io_threads: int = 2,
+        counters: Counters | None = None,
+        orphan_ttl_s: float = 6 * 3600.0,
+        clock: Clock = time.time,
+        allocate: Callable[[int], Bytes] = plain_memory,
+    ) -> None:
+        """Raises ValueError for an impossible layout, OSError, KVError."""
+        check_layout(layout)
+        self.layout = layout
+        self.catalog = KVCatalog(folder, limits, counters=counters, orphan_ttl_s=orphan_ttl_s, clock=clock)
+        self.counters = self.catalog.counters
+        self._write_buffer_bytes = write_buffer_bytes
+        self._executor = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-read")
+        self._path = ReadPath(
+            blocks=self.catalog.blocks,
+            host=HostCache(host_bytes, self.counters),
+            buffers=BufferPool(readahead_bytes, allocate),
+            executor=self._executor,
+            counters=self.counters,
+            readahead_bytes=readahead_bytes,
+        )
+        self._writers: WeakValueDictionary[str, LocalWriter] = WeakValueDictionary()  # unfinished ones live on
+        self._writers_lock = threading.Lock()
+
+    def match(self, chain: Sequence[Segment]) -> int:
+        with self.catalog.index.snapshot() as db:
+            stored = self._stored(stored_copies(db, [segment.key for segment in chain], self.catalog.clock()))
+        count = 0
+        while count < len(chain) and chain[count].key in stored:
+            count += 1
+        return count
+
+    def open_reader(self, chain: Sequence[Segment]) -> KVReader:
+        lease, catalog = secrets.token_hex(8), self.catalog
+        keys = [segment.key for segment in chain]
+        with catalog.index.transaction() as db:
+            now = catalog.clock()
+            stored = self._stored(stored_copies(db, keys, now))
+            for segment in chain:
+                if segment.key not in stored:
+                    catalog.counters.add("misses")
+                    raise KVMissing(f"segment {segment.index} (tokens {segment.start}-{segment.end}) is not stored")
+            copies = [stored[key] for key in keys]
+            lease_copies(db, lease, catalog.session, copies)
+            touch(db, keys, now)
+        return LocalReader(
+            self.layout, copies, self._path, condemn=catalog.condemn, end_lease=lambda: self._end_reading(lease)
+        )
+
+    def open_writer(self, chain: Sequence[Segment], *, first: int, owner: str) -> KVWriter:
+        if not 0 <= first <= len(chain):
+            raise ValueError(f"got first = {first}, expected 0 to {len(chain)}")
+        with self._writers_lock:
+            earlier = self._writers.pop(owner, None)
+            if earlier is not None:  # an attempt of this process that ended without a word
+                earlier.suspend()
+            reservation = Reservation(self.catalog, self.layout, chain[first:], owner)
+            writer = LocalWriter(
+                self.layout,
+                reservation.segments(self._executor),
+                self.catalog.blocks,
+                self.counters,
+                reservation,
+                buffer_bytes=self._write_buffer_bytes,
+            )
+            self._writers[owner] = writer
+        return writer
+
+    def attach(self, chain: Sequence[Segment], holder: str, *, ttl_s: float | None, pinned: bool) -> None:
+        self.catalog.attach(chain, holder, ttl_s=ttl_s, pinned=pinned)
+
+    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
+        self.catalog.set_policy(holder, ttl_s=ttl_s, pinned=pinned)
+
+    def release(self, holder: str) -> int:
+        return self.catalog.release(holder)
+
+    def sweep(self) -> int:
+        """The catalog's chores; also forgets host memory of segments that are gone. Returns bytes freed on disk."""
+        freed = self.catalog.sweep()
+        self._report_host()
+        return freed
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.catalog.stored_bytes
+
+    def close(self) -> None:
+        """Suspend writers, end this process's leases."""
+        with self._writers_lock:
+            for writer in list(self._writers.values()):
+                writer.suspend()
+            self._writers.clear()
+        self._executor.shutdown(cancel_futures=True)
+        self.catalog.close()
+
+    def _stored(self, copies: dict[str, Copy]) -> dict[str, Copy]:
+        """Those this store can read. Keys cover the engine's digest, so another layout should never turn up."""
+        return {key: copy for key, copy in copies.items() if copy.layout == self.layout}
+
+    def _end_reading(self, lease: str) -> None:
+        self.catalog.end_lease(lease)
+        self._report_host()
+
+    def _report_host(self) -> None:
+        """Tell the index what lies in this process's memory, and forget what the index has forgotten."""
+        host = self._path.host
+        sizes = host.bytes_by_copy()
+        host.drop(self.catalog.report_host(sizes))

@@ -1,0 +1,227 @@
+"""Writing a run of segments layer by layer, behind the caller's back."""
+
+import errno
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from xxhash import xxh3_128_digest
+
+from engine.errors import KVError, StorageFull
+from engine.interfaces import KVLayout
+from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.counters import Counters
+from engine.kv_store.index import Copy
+
+log = logging.getLogger("foreword.kv_store")
+
+
+@dataclass
+class SegmentInWriting:
+    """One of the writer's segments. `copy` is None where the segment is stored already: its bytes are ignored."""
+
+    num_tokens: int
+    copy: Copy | None
+    groups: int  # published, counted from 0 without a gap
+    next_layer: int = 0  # that the caller must hand over
+    checksums: list[bytes] = field(default_factory=list)  # of the group being written
+
+    @property
+    def written_bytes(self) -> int:
+        return 0 if self.copy is None else sum(block.size_bytes for block in self.copy.blocks[: self.groups])
+
+
+class WriterEnd(Protocol):
+    """What a writer tells the store."""
+
+    def published(self, segments: Sequence[SegmentInWriting]) -> None:
+        """A group is on disk for all of them."""
+        ...
+
+    def commit(self, segments: Sequence[SegmentInWriting]) -> None: ...
+
+    def suspend(self, segments: Sequence[SegmentInWriting]) -> None:
+        """Keep what is published as an orphan; give the rest of the reservation back."""
+        ...
+
+    def abort(self, segments: Sequence[SegmentInWriting]) -> None: ...
+
+
+class LocalWriter:
+    """A `KVWriter` to the disk tier; one thread of its own does the disk work.
+
+    `buffer_bytes` bounds what waits for the disk; `write_layer` blocks while there is more. An error of the disk ends
+    the writing: what was published is kept for a resume, the rest is removed and its room given back, and the error
+    is raised from every further call but `suspend` and `abort`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        segments: Sequence[SegmentInWriting],
+        blocks: BlockFolder,
+        counters: Counters,
+        end: WriterEnd,
+        *,
+        buffer_bytes: int,
+    ) -> None:
+        self._layout, self._segments, self._blocks = layout, segments, blocks
+        self._counters, self._end, self._buffer_bytes = counters, end, buffer_bytes
+        for segment in segments:
+            segment.next_layer = min(segment.groups * layout.layers_per_group, layout.num_layers)
+        self._groups_done = min((segment.groups for segment in segments), default=layout.num_groups)
+        self._condition = threading.Condition()
+        self._queue: deque[tuple[SegmentInWriting, int, bytes]] = deque()
+        self._waiting_bytes = 0  # queued, and the one being written
+        self._error: Exception | None = None
+        self._closing = False  # the thread ends once the queue is empty
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
+        self._thread.start()
+
+    def write_layer(self, layer: int, segment: int, data: memoryview) -> None:
+        """Take over one layer of one segment: `data` is contiguous, layer_bytes long.
+
+        Layers of a segment come in order. Those in groups that are already published are ignored: the same key means
+        the same bytes. Raises ValueError, and StorageFull or OSError of the writing thread.
+        """
+        target = self._segments[segment]
+        expected = self._layout.layer_bytes(target.num_tokens)
+        if data.nbytes != expected:
+            raise ValueError(f"got {data.nbytes} bytes for segment {segment}, expected {expected}")
+        self._check_open()
+        if layer < target.next_layer and layer // self._layout.layers_per_group < target.groups:
+            return
+        if layer != target.next_layer:
+            raise ValueError(f"got layer {layer} of segment {segment}, expected layer {target.next_layer}")
+        payload = data.tobytes()
+        with self._condition:
+            while self._waiting_bytes and self._waiting_bytes + len(payload) > self._buffer_bytes:
+                self._condition.wait()
+                self._raise_error()
+            self._raise_error()
+            self._queue.append((target, layer, payload))
+            self._waiting_bytes += len(payload)
+            target.next_layer += 1
+            self._condition.notify_all()
+
+    def groups_done(self) -> int:
+        """Layer groups, counted from 0, that are on disk for every segment."""
+        return self._groups_done
+
+    def flush(self) -> None:
+        """Wait for the disk. Raises StorageFull, OSError."""
+        self._check_open()
+        with self._condition:
+            while self._waiting_bytes and self._error is None:
+                self._condition.wait()
+            self._raise_error()
+
+    def commit(self) -> None:
+        """Make the segments matchable. Raises KVError if layers are missing, StorageFull, OSError."""
+        self.flush()
+        if self._groups_done < self._layout.num_groups:
+            raise KVError(f"got {self._groups_done} of {self._layout.num_groups} layer groups, expected all at commit")
+        self._stop(drain=True)
+        self._end.commit(self._segments)
+        self._closed = True
+
+    def suspend(self) -> None:
+        """Finish what was handed over, keep the complete groups for the same owner. No error is raised."""
+        if not self._closed:
+            self._stop(drain=True)
+            self._closed = True
+            if self._error is None:
+                self._remove_unfinished()
+                self._end.suspend(self._segments)
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._stop(drain=False)
+            self._closed = True
+            self._end.abort(self._segments)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the writer is closed")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self, *, drain: bool) -> None:
+        with self._condition:
+            if not drain:
+                self._queue.clear()
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    # --- the writing thread ---
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._closing:
+                    self._condition.wait()
+                if not self._queue:
+                    return
+                segment, layer, payload = self._queue.popleft()
+            try:
+                self._write(segment, layer, payload)
+            except Exception as error:  # whatever it is, the caller must hear of it
+                self._fail(error)
+                return
+            with self._condition:
+                self._waiting_bytes -= len(payload)
+                self._condition.notify_all()
+
+    def _write(self, segment: SegmentInWriting, layer: int, payload: bytes) -> None:
+        copy = segment.copy
+        assert copy is not None
+        block = copy.block(layer // self._layout.layers_per_group)
+        temporary = self._blocks.temporary(copy.key, copy.id, block.group)
+        self._blocks.write(temporary, block.offset(layer), payload)
+        segment.checksums.append(xxh3_128_digest(payload))
+        if layer != block.layers[-1]:
+            return
+        header = block.encode_header(segment.checksums)
+        self._blocks.publish(temporary, self._blocks.path(copy.key, copy.id, block.group), header, block.size_bytes)
+        segment.checksums.clear()
+        segment.groups += 1
+        self._counters.add("written_bytes", amount=block.size_bytes)
+        done = min(segment.groups for segment in self._segments)
+        if done > self._groups_done:
+            self._blocks.sync()
+            self._end.published(self._segments)
+            self._groups_done = done
+
+    def _fail(self, error: Exception) -> None:
+        log.error("kv_store: writing failed: %s", error)
+        try:
+            self._remove_unfinished()
+            self._end.suspend(self._segments)
+        except Exception:  # the disk or the index is in trouble: the startup scan cleans up
+            log.exception("kv_store: cannot clean up behind a failed write")
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            missing = [block for segment in self._segments for block in _unwritten(segment)]
+            error = StorageFull(sum(block for block in missing), self._blocks.free_bytes())
+        with self._condition:
+            self._error = error
+            self._queue.clear()
+            self._waiting_bytes = 0
+            self._condition.notify_all()
+
+    def _remove_unfinished(self) -> None:
+        for segment in self._segments:
+            if segment.copy is not None and segment.groups < self._layout.num_groups:
+                path = self._blocks.temporary(segment.copy.key, segment.copy.id, segment.groups)
+                path.unlink(missing_ok=True)
+
+
+def _unwritten(segment: SegmentInWriting) -> list[int]:
+    return [] if segment.copy is None else [block.size_bytes for block in segment.copy.blocks[segment.groups :]]
