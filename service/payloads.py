@@ -13,6 +13,7 @@ class IngestPayload(TypedDict):
     """Turn a file's uploaded bytes into a document; its record says where the bytes are."""
 
     file_id: str
+    upload_seconds: NotRequired[float]  # how long the bytes took to come
     request_id: NotRequired[str]
 
 

@@ -1,0 +1,79 @@
+"""The HTTP application, built from what it is handed. Never loads torch."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from anyio import to_thread
+from fastapi import FastAPI
+
+from service import errors
+from service.auth import KeyRing, RateLimiter
+from service.dependencies import KVDescriptions, Services
+from service.documents.base import Documents
+from service.metrics import Metrics
+from service.middleware import Authentication, RequestScope
+from service.queue.base import Queue
+from service.routes import chat, files, health, models
+from service.routes import documents as document_routes
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.uploads import UploadStore
+
+log = logging.getLogger(__name__)
+
+# Blocking calls (SQLite, files) run in threads; streams wait without one.
+THREADS = 64
+
+
+def create_app(
+    settings: Settings,
+    *,
+    queue: Queue,
+    documents: Documents,
+    kv_store: KVDescriptions,
+    model: ServedModel,
+    metrics: Metrics,
+    worker_seen: Callable[[], bool],
+    engine_digest: Callable[[str], str | None],
+    keys: KeyRing | None = None,
+) -> FastAPI:
+    """The app for one API process; what it is handed stays the caller's to close.
+
+    `worker_seen` says whether a worker was heard of lately, `engine_digest` what KV of a fidelity is made under now.
+    """
+    uploads = UploadStore(
+        settings.data_dir,
+        documents,
+        max_upload_bytes=settings.max_upload_bytes,
+        cap_bytes=settings.upload_bytes,
+        disk_floor_bytes=settings.disk_floor_bytes,
+    )
+    services = Services(
+        settings=settings,
+        queue=queue,
+        documents=documents,
+        kv_store=kv_store,
+        model=model,
+        uploads=uploads,
+        metrics=metrics,
+        worker_seen=worker_seen,
+        engine_digest=engine_digest,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        to_thread.current_default_thread_limiter().total_tokens = THREADS
+        await to_thread.run_sync(uploads.sweep)
+        log.info("serving %s, %d positions", model.id, model.max_positions)
+        yield
+
+    app = FastAPI(title="Foreword", version=version("foreword"), lifespan=lifespan)
+    app.state.services = services
+    errors.install(app)
+    for router in (files.router, document_routes.router, chat.router, models.router, health.router):
+        app.include_router(router)
+    app.add_middleware(Authentication, keys=keys or KeyRing(), limiter=RateLimiter())
+    app.add_middleware(RequestScope, metrics=metrics)
+    return app

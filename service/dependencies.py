@@ -1,0 +1,88 @@
+"""What routes are handed: the server's objects, and what one request says about itself."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from engine.kv_store import VerifyReport
+from service.documents.base import Documents
+from service.errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from service.metrics import Metrics
+from service.middleware import principal_of
+from service.queue.base import Queue
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.uploads import UploadStore
+
+MAX_JSON_BYTES = 96 << 20  # a file given inline is a third larger in base64
+
+
+class KVDescriptions(Protocol):
+    """What the API process needs of the KV store: nothing that reads KV to compute with it."""
+
+    def describe(self, holder: str) -> Mapping[str, int]: ...
+
+    def usage(self) -> Mapping[str, int]: ...
+
+    def verify(self, holder: str | None = None) -> VerifyReport: ...
+
+    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything one API process works with, opened and closed by whoever made the app."""
+
+    settings: Settings
+    queue: Queue
+    documents: Documents
+    kv_store: KVDescriptions
+    model: ServedModel
+    uploads: UploadStore
+    metrics: Metrics
+    worker_seen: Callable[[], bool]
+    engine_digest: Callable[[str], str | None]  # of a fidelity; None while no worker has told it
+    answer_readers: Counter[str] = field(default_factory=Counter)  # job id → responses of this process that follow it
+
+
+def get_services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def get_tenant(request: Request) -> str:
+    return principal_of(request.scope).tenant
+
+
+async def get_json(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; {} where there is none. Raises UnsupportedMediaType, TooLarge, InvalidRequest."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_JSON_BYTES:
+            raise TooLarge(
+                f"a JSON body may have {MAX_JSON_BYTES} bytes: upload larger files with /v1/files",
+                code="request_too_large",
+            )
+    if not body:
+        return {}
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMediaType(f"application/json is expected, got {kind or 'no content type'!r}")
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"a JSON object is expected, got {type(data).__name__}", code="invalid_json")
+    return data
+
+
+ServicesDep = Annotated[Services, Depends(get_services)]
+TenantDep = Annotated[str, Depends(get_tenant)]
+JsonDep = Annotated[dict[str, Any], Depends(get_json)]

@@ -1,0 +1,186 @@
+"""/v1/documents: everything about what became of an upload. Takes file ids and document ids alike."""
+
+import time
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, Header, Query
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from service.citations import locate_in
+from service.dependencies import JsonDep, Services, ServicesDep, TenantDep
+from service.documents.base import DocumentRecord, FileRecord
+from service.errors import NotFound, NotReady
+from service.exchange import respond
+from service.intake import find_file, take_upload
+from service.progress import document_events, parse_event_id
+from service.schemas import DocumentPatch, SummaryRequest
+from service.sse import EventStream
+from service.summary import summary_chat
+from service.views import document_view, page, prefill_id
+from service.waiting import failed
+
+router = APIRouter(prefix="/v1/documents")
+
+
+def get_handle(services: Services, tenant: str, any_id: str) -> FileRecord:
+    """The file handle of a file id; of a document id, the oldest handle that this tenant has. Raises NotFound."""
+    if any_id.startswith("doc-"):
+        for handle in services.documents.handles(any_id):
+            if found := find_file(services, tenant, handle.id):
+                return found
+    elif found := find_file(services, tenant, any_id):
+        return found
+    raise NotFound(f"No such document: {any_id}", param="id", code="document_not_found")
+
+
+def get_document(services: Services, file: FileRecord) -> DocumentRecord:
+    """Raises NotReady before ingest is done, DocumentFailed if it failed."""
+    if file.document_id is not None:
+        return services.documents.document(file.document_id)
+    if file.status == "error":
+        raise failed(file)
+    raise NotReady(f"{file.id} is still being ingested: wait until its state is 'prefill' or 'ready'")
+
+
+@router.post("")
+async def create_document(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    file = await take_upload(services, request, tenant, single=False)
+    return await to_thread.run_sync(document_view, services, file)
+
+
+@router.get("")
+def list_documents(
+    services: ServicesDep,
+    tenant: TenantDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    records = services.documents.files(tenant, limit=limit + 1, after=after, order=order, purpose=None)
+    return page([document_view(services, record) for record in records], limit=limit)
+
+
+@router.get("/{any_id}")
+def retrieve_document(any_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    return document_view(services, get_handle(services, tenant, any_id))
+
+
+@router.patch("/{any_id}")
+def update_document(any_id: str, body: JsonDep, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """Pin, KV lifetime, expiry and name of a handle; null takes a lifetime or an expiry away."""
+    file = get_handle(services, tenant, any_id)
+    patch = DocumentPatch.model_validate(body)
+    given = patch.model_fields_set
+    changes: dict[str, Any] = {}
+    if patch.pin is not None:
+        changes["pinned"] = patch.pin
+    if "kv_ttl_s" in given:
+        changes["kv_ttl_s"] = patch.kv_ttl_s
+    if "expires_after_s" in given:
+        changes["expires_at"] = None if patch.expires_after_s is None else time.time() + patch.expires_after_s
+    if patch.filename is not None:
+        changes["filename"] = patch.filename
+    if changes:
+        services.documents.update_file(file.id, changes)
+        file = replace(file, **changes)
+    if file.document_id is not None and {"pinned", "kv_ttl_s"} & changes.keys():
+        _apply_policy(services, file)
+    return document_view(services, file)
+
+
+def _apply_policy(services: Services, changed: FileRecord) -> None:
+    """KV lives as its longest-living handle wants: pinned if any is, without a limit if any has none."""
+    handles = [
+        handle
+        for handle in services.documents.handles(changed.document_id or "")
+        if handle.fidelity == changed.fidelity
+    ]
+    lifetimes = [handle.kv_ttl_s for handle in handles]
+    ttl_s = None if None in lifetimes else max((seconds for seconds in lifetimes if seconds is not None), default=None)
+    pinned = any(handle.pinned for handle in handles)
+    services.kv_store.set_policy(prefill_id(changed), ttl_s=ttl_s, pinned=pinned)
+
+
+@router.delete("/{any_id}")
+def delete_document(any_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """A file id: that handle. A document id: every handle that this tenant has on it. Running work is cancelled."""
+    first = get_handle(services, tenant, any_id)
+    doomed = [first.id]
+    if any_id.startswith("doc-"):
+        doomed = [handle.id for handle in services.documents.handles(any_id) if handle.tenant == tenant]
+    for file_id in doomed:
+        services.documents.delete_file(tenant, file_id)
+        services.uploads.remove(file_id)
+    return {"id": any_id, "object": "document", "deleted": True}
+
+
+@router.get("/{any_id}/manifest")
+def retrieve_manifest(any_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
+    document = get_document(services, get_handle(services, tenant, any_id))
+    path = services.settings.data_dir / document.folder / "manifest.json"
+    return FileResponse(path, media_type="application/json")
+
+
+@router.get("/{any_id}/events")
+async def stream_events(
+    any_id: str,
+    services: ServicesDep,
+    tenant: TenantDep,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Server-sent events of ingest and prefill; a reconnecting client goes on where it was."""
+    parse_event_id(last_event_id)
+    file = await to_thread.run_sync(get_handle, services, tenant, any_id)
+    return EventStream(document_events(services, tenant, file.id, last_event_id))
+
+
+@router.post("/{any_id}/summary")
+async def summarize(any_id: str, request: Request, body: JsonDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    file = await to_thread.run_sync(get_handle, services, tenant, any_id)
+    wanted = SummaryRequest.model_validate(body)
+    chat = summary_chat(wanted, model=services.model.id, file_id=file.id)
+
+    def shape(completion: dict[str, Any]) -> dict[str, Any]:
+        choice = completion["choices"][0]
+        return {
+            "id": file.id,
+            "object": "document.summary",
+            "model": completion["model"],
+            "summary": choice["message"]["content"],
+            "finish_reason": choice["finish_reason"],
+            "annotations": choice["message"]["annotations"],
+            "usage": completion["usage"],
+            "foreword": completion["foreword"],
+        }
+
+    return await respond(request, services, tenant, chat, shape=shape)
+
+
+@router.get("/{any_id}/locate")
+def locate(
+    any_id: str, services: ServicesDep, tenant: TenantDep, text: Annotated[str, Query(min_length=1, max_length=20_000)]
+) -> dict[str, Any]:
+    """Every place where a quoted passage stands: file, page, line, tokens."""
+    file = get_handle(services, tenant, any_id)
+    document = get_document(services, file)
+    return {"object": "list", "data": locate_in(services, document, text)}
+
+
+@router.post("/{any_id}/verify")
+def verify(any_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """Read and check every stored block of the document's KV; damaged ones are removed, and made again when needed."""
+    file = get_handle(services, tenant, any_id)
+    get_document(services, file)
+    report = services.kv_store.verify(prefill_id(file))
+    return {
+        "id": file.id,
+        "object": "document.verification",
+        "ok": report.ok,
+        "segments": report.num_segments,
+        "blocks": report.num_blocks,
+        "bytes": report.size_bytes,
+        "bad": [{"segment": bad.copy.key, "group": bad.group, "reason": bad.reason} for bad in report.bad],
+    }

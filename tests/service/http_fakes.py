@@ -1,0 +1,233 @@
+"""A worker without a model, a KV store without KV, and a real server around them on a free port."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from openai import OpenAI
+
+from engine.kv_store import VerifyReport
+from service.app import create_app
+from service.auth import KeyRing
+from service.database import Database
+from service.documents.sqlite import SqliteDocuments
+from service.metrics import Metrics
+from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
+from service.queue.sqlite_queue import SqliteQueue
+from service.served_model import ServedModel
+from service.settings import Settings
+from tests.service.prompt_models import save_folder
+
+DIGEST = "digest-1"
+
+
+@dataclass
+class FakeKV:
+    """Remembers which holders have KV, and what it was told."""
+
+    stored: dict[str, int] = field(default_factory=dict)
+    policies: dict[str, tuple[float | None, bool]] = field(default_factory=dict)
+
+    def describe(self, holder: str) -> Mapping[str, int]:
+        return {"disk": self.stored.get(holder, 0), "host": 0}
+
+    def usage(self) -> Mapping[str, int]:
+        return {"disk": sum(self.stored.values()), "host": 0}
+
+    def verify(self, holder: str | None = None) -> VerifyReport:
+        return VerifyReport(num_segments=1, num_blocks=2, size_bytes=self.stored.get(holder or "", 0))
+
+    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
+        self.policies[holder] = (ttl_s, pinned)
+
+
+class FakeWorker(threading.Thread):
+    """Claims jobs as the real worker does, and makes up what an engine would compute."""
+
+    def __init__(self, server: "Server") -> None:
+        super().__init__(name="fake-worker", daemon=True)
+        self.server = server
+        self.stopping = threading.Event()
+        self.prefill_gate = threading.Event()  # closed: prefills stay at a third
+        self.prefill_gate.set()
+        self.answer_gate = threading.Event()  # closed: answers stop before their third word
+        self.answer_gate.set()
+        self.answered: list[dict[str, Any]] = []
+        self.cancelled: list[str] = []
+        self.prefilled: list[str] = []
+
+    def run(self) -> None:
+        queue = self.server.queue
+        while not self.stopping.is_set():
+            # Two hands: a held prefill must not keep answers waiting.
+            job = queue.claim("fake", ["answer", "ingest", "prefill"], lease_s=30)
+            if job is None:
+                queue.wait(0.05)
+                continue
+            threading.Thread(target=self._do, args=(job,), daemon=True).start()
+
+    def _do(self, job: Job) -> None:
+        try:
+            getattr(self, f"_{job.kind}")(job)
+        except LeaseLost:
+            self.cancelled.append(job.id)
+
+    def _ingest(self, job: Job) -> None:
+        server = self.server
+        file = server.documents.file(job.tenant, job.payload["file_id"])
+        data = b"".join((server.data_dir / source["path"]).read_bytes() for source in file.sources)
+        if data.startswith(b"BAD"):
+            server.queue.fail(job, {"code": "document_corrupt", "message": "it is damaged"}, retry=False)
+            return
+        text = data.decode()
+        document_id = f"doc-{abs(hash((job.tenant, text))):024x}"[:28]
+        folder = server.data_dir / "documents" / document_id
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens = server.model.prompts.tokenizer.encode(text)
+        np.save(folder / "tokens.npy", tokens)
+        (folder / "document.txt").write_text(text)
+        (folder / "manifest.json").write_text(json.dumps({"num_tokens": len(tokens)}))
+        document = {
+            "tenant": job.tenant,
+            "content_hash": "c",
+            "stream_hash": "s",
+            "tokenizer_digest": "t",
+            "num_tokens": len(tokens),
+            "folder": f"documents/{document_id}",
+            "created_at": time.time(),
+            "stage_seconds": {"upload": job.payload["upload_seconds"], "ingest": 0.01},
+        }
+        prefill_id = f"{document_id}:{file.fidelity}"
+        prefill = {"document_id": document_id, "tenant": job.tenant, "fidelity": file.fidelity}
+        changes = [
+            RecordChange("documents", document_id, document),
+            RecordChange("prefills", prefill_id, prefill),
+            RecordChange("files", file.id, {"document_id": document_id}),
+        ]
+        payload = {"document_id": document_id, "fidelity": file.fidelity}
+        try:
+            ready = server.documents.prefill(prefill_id).state == "ready"
+        except Exception:
+            ready = False
+        put = [] if ready else [NewJob("prefill", job.tenant, payload, single_flight=prefill_id)]
+        server.queue.finish(job, {}, Effects(changes=changes, put=put))
+
+    def _prefill(self, job: Job) -> None:
+        queue, holder = self.server.queue, f"{job.payload['document_id']}:{job.payload['fidelity']}"
+        queue.progress(job, 0.33, {"stage": "prefill", "eta_s": 2.0})
+        while not self.prefill_gate.wait(0.02):
+            queue.extend(job, lease_s=30)
+        if self.stopping.is_set():
+            return
+        self.prefilled.append(holder)
+        self.server.kv.stored[holder] = 4096
+        done = {
+            "state": "ready",
+            "digest": DIGEST,
+            "density": 0.4,
+            "recall": {"target": 0.95, "mean": 0.97, "p5": 0.9, "worst": 0.8, "below_target": False},
+            "heads": {"dense": 1},
+            "cold_ttft_s": 0.5,
+            "seconds": 0.4,
+        }
+        queue.finish(job, {}, Effects(changes=[RecordChange("prefills", holder, done)]))
+
+    def _answer(self, job: Job) -> None:
+        queue, prompts = self.server.queue, self.server.model.prompts
+        self.answered.append(dict(job.payload))
+        lengths = [self.server.documents.document(name).num_tokens for name in job.payload["documents"]]
+        cached = prompts.prefix_length(lengths)
+        words = ["Answer", " about", f" {len(lengths)}", " documents"][: job.payload["sampling"]["max_tokens"]]
+        for number, word in enumerate(words):
+            if number == 2:
+                while not self.answer_gate.wait(0.02):
+                    queue.extend(job, lease_s=30)
+            queue.emit(job, [("token", {"text": word})])
+        queue.finish(
+            job,
+            {
+                "text": "".join(words),
+                "finish_reason": "stop" if len(words) == 4 else "length",
+                "prompt_tokens": cached + len(job.payload["question"]),
+                "completion_tokens": len(words),
+                "cached_tokens": cached,
+                "cache_state": "warm_disk",
+                "ttft_s": 0.1,
+            },
+        )
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.prefill_gate.set()
+        self.answer_gate.set()
+        self.join()
+
+
+class Server:
+    """The real application under uvicorn, in a thread, with the real SQLite store."""
+
+    def __init__(
+        self, data_dir: Path, *, keys: KeyRing | None = None, max_positions: int = 4096, **settings: Any
+    ) -> None:
+        self.data_dir = data_dir
+        self.settings = Settings(data_dir=data_dir, disk_floor_bytes=0).model_copy(update=settings)
+        self.model = ServedModel.load(
+            "default", save_folder(data_dir.parent / "model", "chatml", max_positions=max_positions)
+        )
+        self.database = Database(data_dir / "foreword.sqlite3")
+        self.queue = SqliteQueue(self.database)
+        self.documents = SqliteDocuments(self.database)
+        self.kv = FakeKV()
+        self.worker = FakeWorker(self)
+        self.worker_seen = True
+        self.digest: str | None = DIGEST
+        app = create_app(
+            self.settings,
+            queue=self.queue,
+            documents=self.documents,
+            kv_store=self.kv,
+            model=self.model,
+            metrics=Metrics(),
+            worker_seen=lambda: self.worker_seen,
+            engine_digest=lambda fidelity: self.digest,
+            keys=keys,
+        )
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
+
+    def start(self) -> "Server":
+        self._thread.start()
+        while not self._uvicorn.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the server ended while starting")
+            time.sleep(0.01)
+        self.url = "http://127.0.0.1:{}".format(self._uvicorn.servers[0].sockets[0].getsockname()[1])
+        self.worker.start()
+        return self
+
+    def stop(self) -> None:
+        self.worker.stop()
+        self._uvicorn.should_exit = True
+        self._thread.join(10)
+        self.queue.close()
+        self.database.close()
+
+    def client(self, api_key: str = "none", **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=20, **options)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Server]:
+    server = Server(folder / "data", **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
