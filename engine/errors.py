@@ -4,6 +4,7 @@ EngineError
 ├── ModelError            the model folder is missing, incomplete or of an unknown family
 ├── InvalidRequest        a request that can never succeed
 │   └── ContextTooLong    more tokens than the model's positions
+├── OutOfMemory           the work needs more memory than the machine has free
 ├── Cancelled             the caller withdrew the work between two steps
 └── KVError
     ├── KVCorrupt         stored bytes do not match their checksum (handled as a miss)
@@ -32,6 +33,14 @@ class ContextTooLong(InvalidRequest):
     def __init__(self, got: int, limit: int) -> None:
         super().__init__(f"{got} tokens are more than the {limit} positions of this model")
         self.got, self.limit = got, limit
+
+
+class OutOfMemory(EngineError):
+    code = "out_of_memory"
+
+    def __init__(self, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(f"needs {needed_bytes} bytes of memory, {available_bytes} are free")
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
 
 
 class Cancelled(EngineError):

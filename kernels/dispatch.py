@@ -24,6 +24,7 @@ OPS = (
     "block_selection",
     "sampled_lse",
     "dense_attention",
+    "full_attention",
     "decode_attention",
     "rms_norm",
     "rope",

@@ -1,0 +1,71 @@
+"""One prefix's KV in host memory, read layer by layer from the store and shared by the answers on it."""
+
+import os
+
+import torch
+
+from engine.chain import Segment
+from engine.errors import OutOfMemory
+from engine.interfaces import CacheState, KVStore
+from engine.model import Model
+from engine.stored_kv import load_segments
+
+# Left to the rest of the process and the machine.
+_MARGIN_BYTES = 256 << 20
+
+
+class PrefixKV:
+    """`layer(i)` is [2, kv_heads, tokens, head_dim]. Lives while an answer holds it; the lease ends when all is read."""
+
+    def __init__(self, model: Model, store: KVStore, chain: list[Segment]) -> None:
+        """Raises KVMissing, OutOfMemory."""
+        self._model, self._chain = model, chain
+        spec = model.spec
+        self.num_tokens = chain[-1].end
+        needed = self.num_tokens * spec.kv_bytes_per_token(model.dtype.itemsize) * spec.num_layers
+        available = _available_bytes()
+        if available is not None and needed + _MARGIN_BYTES > available:
+            raise OutOfMemory(needed, max(available - _MARGIN_BYTES, 0))
+        self._reader = store.open_reader(chain)
+        self._layers: list[torch.Tensor] = []
+        self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+        self.holders = 0
+
+    @property
+    def tier(self) -> CacheState:
+        return self._tier
+
+    @property
+    def loaded(self) -> bool:
+        return len(self._layers) == self._model.spec.num_layers
+
+    def layer(self, index: int) -> torch.Tensor:
+        """Raises KVMissing where a block turns out to be gone or corrupt."""
+        while len(self._layers) <= index:
+            spec = self._model.spec
+            kv = torch.empty(2, spec.kv_heads, self.num_tokens, spec.head_dim, dtype=self._model.dtype)
+            load_segments(kv, self._chain, self._reader.read_layer(len(self._layers)))
+            self._layers.append(kv)
+            if self.loaded:
+                self._tier = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+                self._reader.close()
+        return self._layers[index]
+
+    def close(self) -> None:
+        self._reader.close()
+        self._layers.clear()
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping, None where the system doesn't say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

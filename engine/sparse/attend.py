@@ -1,0 +1,170 @@
+"""One segment's attention under a policy: choose blocks, attend to them, measure the recall, widen what fell short.
+
+Everything here is decided from this segment and its past; a generator's `yield` is where the scheduler may step in.
+"""
+
+from collections.abc import Generator, Iterator
+
+import torch
+
+from engine.sparse import fixed, sampling
+from engine.sparse.dense import attend_dense
+from engine.sparse.patterns import classify
+from engine.sparse.report import AttentionReport, causal_pairs
+from engine.sparse.settings import SparseSettings
+from engine.sparse.task import SegmentTask
+from kernels.block_lists import BlockLists, lists_from_mask, mask_from_lists
+from kernels.block_scores import block_scores
+from kernels.block_selection import select_blocks
+from kernels.block_sparse_attention import block_sparse_attention
+from kernels.sampled_lse import sampled_lse
+
+
+def attend(task: SegmentTask, settings: SparseSettings, report: AttentionReport) -> Iterator[None]:
+    """Fill `task.out`. Segments that end before the crossover are dense whatever the policy."""
+    if settings.policy == "dense" or task.start + task.rows <= settings.crossover_tokens:
+        yield from attend_dense(task)
+        report.add_dense(task.layer, task.kv_heads, task.start, task.rows)
+    else:
+        yield from _SparseSegment(task, settings, report).run()
+
+
+class _SparseSegment:
+    """Block masks are bool [row_blocks, list_heads, key_blocks]; a list head is a KV head, or a query head where a
+    head config says so."""
+
+    def __init__(self, task: SegmentTask, settings: SparseSettings, report: AttentionReport) -> None:
+        self._task, self._settings, self._report = task, settings, report
+        random = sampling.generator(task.seed)
+        heads = task.q.shape[1]
+        self._list_heads = heads if settings.head_config is not None else task.kv_heads
+        self._chosen = sampling.choice_rows(settings, heads, random)
+        self._guard = sampling.guard_rows(settings, task.rows, self._chosen, random)
+        row_blocks = -(-task.rows // settings.row_block)
+        ends = ((torch.arange(row_blocks) + 1) * settings.row_block).clamp(max=task.rows) + task.start
+        self._causal = -(-ends // settings.key_block)  # key blocks that a row block sees
+        self._key_blocks = int(self._causal[-1])
+
+    def run(self) -> Iterator[None]:
+        task, settings = self._task, self._settings
+        masses = yield from self._score()
+        mask = self._choose(masses)
+        yield
+        if int(mask.sum()) > settings.dense_share * int(self._causal.sum()) * self._list_heads:
+            yield from attend_dense(task)
+            self._report.add_dense(task.layer, task.kv_heads, task.start, task.rows)
+            return
+        lse = torch.full(task.q.shape[:2], float("-inf"))
+        yield from self._attend(mask, lse)
+        recall = self._recall(mask)
+        yield
+        if settings.policy == "adaptive":
+            mask, recall = yield from self._widen(masses, mask, recall, lse)
+        self._record(mask, recall)
+
+    def _score(self) -> Generator[None, None, torch.Tensor]:
+        """Masses of the sampled rows, [row_blocks, list_heads, 2, key_blocks]."""
+        task, settings = self._task, self._settings
+        k = task.k.repeat_interleave(self._list_heads // task.kv_heads, 0) if self._per_head else task.k
+        parts = []
+        for first, last in task.pieces(settings.row_block, share=settings.sampled_rows / settings.row_block):
+            part = block_scores(
+                task.q[first:last],
+                k,
+                self._chosen,
+                row_block=settings.row_block,
+                key_block=settings.key_block,
+                row_offset=task.start + first,
+            )
+            parts.append(torch.nn.functional.pad(part, (0, self._key_blocks - part.shape[-1])))
+            yield
+        return torch.cat(parts)
+
+    @property
+    def _per_head(self) -> bool:
+        return self._list_heads != self._task.kv_heads
+
+    def _choose(self, masses: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """The block mask; `target` [kv_heads] where the guard has raised it."""
+        settings, task = self._settings, self._task
+        if settings.policy != "adaptive":
+            patterns = fixed.head_patterns(settings, task.layer, self._list_heads)
+            return fixed.fixed_mask(settings, patterns, masses.sum(2), self._causal)
+        lists = select_blocks(
+            masses,
+            target=settings.target if target is None else target.expand(masses.shape[0], -1).contiguous(),
+            row_block=settings.row_block,
+            key_block=settings.key_block,
+            row_offset=task.start,
+            sink_blocks=settings.sink_blocks,
+            local_blocks=settings.local_blocks,
+        )
+        return mask_from_lists(lists, self._key_blocks)
+
+    def _attend(self, mask: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
+        """Attend to the blocks of `mask` and merge with what `task.out` and `lse` [rows, heads] already hold."""
+        task, block = self._task, self._settings.row_block
+        for first, last in task.pieces(block):
+            part = mask[first // block : -(-last // block)]
+            if not bool(part.any()):
+                continue
+            rows = slice(first, last)
+            out, new = block_sparse_attention(
+                task.q[rows], task.k, task.v, self._lists(part), row_offset=task.start + first
+            )
+            if bool((lse[rows] > float("-inf")).any()):
+                both = torch.logaddexp(lse[rows], new)
+                weight, new_weight = (lse[rows] - both).exp()[..., None], (new - both).exp()[..., None]
+                out = (task.out[rows] * weight + out * new_weight).to(out.dtype)
+                new = both
+            task.out[rows], lse[rows] = out, new
+            yield
+
+    def _recall(self, mask: torch.Tensor) -> torch.Tensor:
+        """Mean share of the softmax mass kept, over the guard's rows: [kv_heads]."""
+        task = self._task
+        lse_all, lse_kept = sampled_lse(task.q, task.k, self._guard, self._lists(mask), row_offset=task.start)
+        return (lse_kept - lse_all).exp().view(task.kv_heads, -1).mean(1)
+
+    def _widen(
+        self, masses: torch.Tensor, mask: torch.Tensor, recall: torch.Tensor, lse: torch.Tensor
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+        """Add blocks to the groups below target until the guard is content or the budget is used up."""
+        settings = self._settings
+        target = torch.full_like(recall, settings.target)
+        for _ in range(settings.widenings):
+            short = recall < settings.target
+            if not bool(short.any()):
+                return mask, recall
+            # What is missed scales with what the choice was told to miss; ask for a little more than that.
+            miss = 0.85 * (1 - target) * (1 - settings.target) / (1 - recall)
+            target = torch.where(short, 1 - miss, target)
+            added = self._choose(masses, target) & short[:, None] & ~mask
+            yield from self._attend(added, lse)
+            mask = mask | added
+            recall = self._recall(mask)
+            yield
+        short = recall < settings.target
+        if settings.dense_below_target and bool(short.any()):
+            seen = torch.arange(self._key_blocks) < self._causal[:, None]
+            added = seen[:, None] & short[:, None] & ~mask
+            yield from self._attend(added, lse)
+            mask, recall = mask | added, recall.masked_fill(short, 1.0)
+        return mask, recall
+
+    def _record(self, mask: torch.Tensor, recall: torch.Tensor) -> None:
+        task, settings, report = self._task, self._settings, self._report
+        per_group = self._list_heads // task.kv_heads
+        # Every block counts whole but for the diagonal's, of which a causal half is computed.
+        total = causal_pairs(task.start, task.rows)
+        left_out = (self._causal.sum() - mask.sum((0, 2))).view(task.kv_heads, per_group).float().mean(1)
+        for group in range(task.kv_heads):
+            report.add_pairs(total - float(left_out[group]) * settings.row_block * settings.key_block, total)
+            union = mask[:, group * per_group : (group + 1) * per_group].any(1)
+            pattern = classify(union, self._causal, key_block=settings.key_block)
+            report.vote(task.layer, group, pattern, int(union.sum()))
+        report.recalls.extend(recall.tolist())
+        report.below_target |= bool((recall < settings.target).any())
+
+    def _lists(self, mask: torch.Tensor) -> BlockLists:
+        return lists_from_mask(mask, row_block=self._settings.row_block, key_block=self._settings.key_block)
