@@ -1,6 +1,6 @@
 """The contracts between the engine's parts, and between the engine and those who call it. Torch-free."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -225,7 +225,10 @@ class Engine(Protocol):
     """Tokens in, KV and tokens out."""
 
     max_positions: int
-    digest: Callable[[Fidelity], str]
+
+    def digest(self, fidelity: Fidelity) -> str:
+        """Hex; everything besides tokens and salt that KV made under `fidelity` depends on."""
+        ...
 
     def cached_tokens(self, tokens: TokenIds, *, salt: bytes, fidelity: Fidelity) -> int:
         """Leading tokens of `tokens` whose KV is stored."""
