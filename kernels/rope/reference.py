@@ -12,5 +12,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
         first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
     a, b = first.to(compute), second.to(compute)
     cosine, sine = cos.to(compute)[:, None], sin.to(compute)[:, None]
-    first.copy_(a * cosine - b * sine)
-    second.copy_(b * cosine + a * sine)
+    # Both before either is written: a and b may be views of x.
+    turned = a * cosine - b * sine, b * cosine + a * sine
+    first.copy_(turned[0])
+    second.copy_(turned[1])

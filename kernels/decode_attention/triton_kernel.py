@@ -1,0 +1,139 @@
+"""Decode attention in Triton: split over the keys (flash-decoding), each split's result merged by its LSE."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.dispatch import capability
+from kernels.launch import precision, shared_memory_bytes
+
+LOG2_E = 1.4426950408889634
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, k_scales_ptr, v_scales_ptr, acc_ptr, m_ptr, total_ptr,
+    stride_qb, stride_qh, stride_kp, stride_kh, stride_kt, stride_vp, stride_vh, stride_vt, stride_tb,
+    stride_ksp, stride_ksh, stride_vsp, stride_vsh, splits, qk_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, QUANTISED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One entry, KV head and split: unnormalised acc [ROWS, BLOCK_D], its maximum (base 2) and its sum."""
+    split = tl.program_id(0)
+    entry = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    kv_head = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    length = tl.load(lengths_ptr + entry)
+    # Every entry's own pages are dealt evenly to its splits: unequal documents in a batch balance themselves.
+    pages = tl.cdiv(length, PAGE)
+    per_split = tl.cdiv(pages, splits)
+    first = split * per_split
+    last = tl.minimum(first + per_split, pages)
+    row = tl.arange(0, ROWS)
+    channels = tl.arange(0, BLOCK_D)
+    inside = channels < HEAD_DIM
+    head = kv_head * GROUP + row
+    q_at = q_ptr + entry * stride_qb + head[:, None] * stride_qh + channels[None, :]
+    q = tl.load(q_at, mask=(row < GROUP)[:, None] & inside[None, :], other=0.0)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    m = tl.full([ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    key = tl.arange(0, PAGE)
+    for index in tl.range(first, last):
+        page = tl.load(table_ptr + entry * stride_tb + index).to(tl.int64)
+        held = index * PAGE + key < length
+        mask = held[:, None] & inside[None, :]
+        k_at = k_ptr + page * stride_kp + kv_head * stride_kh + key[:, None] * stride_kt + channels[None, :]
+        v_at = v_ptr + page * stride_vp + kv_head * stride_vh + key[:, None] * stride_vt + channels[None, :]
+        k = tl.load(k_at, mask=mask, other=0.0).to(q.dtype)
+        score_scale = qk_scale
+        if QUANTISED:
+            score_scale *= tl.load(k_scales_ptr + page * stride_ksp + kv_head * stride_ksh)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+        scores = tl.where(held[None, :], scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        weights = tl.exp2(scores - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        total = total * alpha + tl.sum(weights, 1)
+        if QUANTISED:
+            weights *= tl.load(v_scales_ptr + page * stride_vsp + kv_head * stride_vsh)
+        v = tl.load(v_at, mask=mask, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    at = (tl.program_id(1).to(tl.int64) * splits + split) * ROWS + row
+    tl.store(acc_ptr + at[:, None] * BLOCK_D + channels[None, :], acc)
+    tl.store(m_ptr + at, m)
+    tl.store(total_ptr + at, total)
+
+
+@triton.jit
+def merge_kernel(
+    acc_ptr, m_ptr, total_ptr, out_ptr, lse_ptr, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One entry's head: the splits' results weighed by their sums, written to out [batch, heads, head_dim]."""
+    entry = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    split = tl.arange(0, SPLITS)
+    channels = tl.arange(0, BLOCK_D)
+    at = ((entry * (HEADS // GROUP) + head // GROUP) * splits + split) * ROWS + head % GROUP
+    m = tl.load(m_ptr + at, mask=split < splits, other=-1.0e30)
+    total = tl.load(total_ptr + at, mask=split < splits, other=0.0)
+    acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + channels[None, :], mask=(split < splits)[:, None], other=0.0)
+    most = tl.max(m, 0)
+    weight = tl.exp2(m - most)
+    whole = tl.sum(total * weight, 0)
+    empty = whole == 0.0
+    whole = tl.where(empty, 1.0, whole)
+    out = tl.sum(acc * weight[:, None], 0) / whole
+    place = entry * HEADS + head
+    tl.store(out_ptr + place * HEAD_DIM + channels, out.to(out_ptr.dtype.element_ty), mask=channels < HEAD_DIM)
+    tl.store(lse_ptr + place, tl.where(empty, float("-inf"), (most + tl.log2(whole)) * 0.6931471805599453))
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [batch, heads, head_dim], lse [batch, heads])."""
+    batch, heads, head_dim = q.shape
+    _, kv_heads, page = k_pages.shape[:3]
+    group = heads // kv_heads
+    rows, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(head_dim)
+    splits = _splits(q.device, batch * kv_heads, page_table.shape[1])
+    acc = torch.empty(batch * kv_heads, splits, rows, block_d, dtype=torch.float32, device=q.device)
+    m = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=q.device)
+    total = torch.empty_like(m)
+    page_bytes = page * block_d * k_pages.element_size()
+    strides = [0, 0, 0, 0]
+    if k_scales is not None and v_scales is not None:
+        strides = [*k_scales.stride(), *v_scales.stride()]
+    split_kernel[(splits, batch * kv_heads)](
+        q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, acc, m, total,
+        q.stride(0), q.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3], page_table.stride(0), *strides,
+        splits, scale * LOG2_E,
+        KV_HEADS=kv_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE=page,
+        QUANTISED=k_scales is not None, PRECISION=precision(q.dtype), num_warps=4,
+        num_stages=max(1, min(3, shared_memory_bytes(q.device) // (2 * page_bytes + 16 * 1024))),
+    )  # fmt: skip
+    out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
+    merge_kernel[(batch * heads,)](
+        acc, m, total, out, lse, splits,
+        HEADS=heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        SPLITS=triton.next_power_of_2(splits),
+    )  # fmt: skip
+    return out, lse
+
+
+def _splits(device: torch.device, groups: int, max_pages: int) -> int:
+    """Enough splits to fill the device a few times over; never more than the longest entry has pages."""
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * max(1, capability(device).multiprocessors)
+    return max(1, min(max_pages, triton.cdiv(programs, groups), 256))

@@ -1,0 +1,60 @@
+"""KV quantisation in Triton: one program a (KV head, 128 tokens)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.kv_quant.reference import FP8_MAX, SCALE_TOKENS
+
+_FP8_MAX = tl.constexpr(FP8_MAX)
+
+
+@triton.jit
+def quantise_kernel(x_ptr, stored_ptr, scales_ptr, stride_h, stride_t, tokens, tiles, HEAD_DIM: tl.constexpr,
+                    BLOCK_D: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    token = (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    mask = (token < tokens) & (channel < HEAD_DIM)
+    x = tl.load(x_ptr + head * stride_h + token * stride_t + channel, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    scale = tl.where(largest > 0, largest / _FP8_MAX, 1.0)
+    scaled = tl.minimum(tl.maximum(x / scale, -_FP8_MAX), _FP8_MAX)
+    tl.store(stored_ptr + (head * tokens + token) * HEAD_DIM + channel, scaled.to(tl.float8e4nv), mask=mask)
+    tl.store(scales_ptr + head * tiles + tile, scale)
+
+
+@triton.jit
+def dequantise_kernel(stored_ptr, scales_ptr, out_ptr, stride_sh, stride_st, stride_ch, stride_ct, stride_oh, stride_ot,
+                      tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    token = (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    mask = (token < tokens) & (channel < HEAD_DIM)
+    scale = tl.load(scales_ptr + head * stride_ch + tile * stride_ct)
+    stored = tl.load(stored_ptr + head * stride_sh + token * stride_st + channel, mask=mask, other=0.0)
+    value = stored.to(tl.float32) * scale
+    tl.store(out_ptr + head * stride_oh + token * stride_ot + channel, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def quantise_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kv_heads, tokens, head_dim = x.shape
+    tiles = triton.cdiv(tokens, SCALE_TOKENS)
+    stored = torch.empty(kv_heads, tokens, head_dim, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(kv_heads, tiles, dtype=torch.float32, device=x.device)
+    quantise_kernel[(tiles, kv_heads)](
+        x, stored, scales, x.stride(0), x.stride(1), tokens, tiles,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TOKENS=SCALE_TOKENS, num_warps=8,
+    )  # fmt: skip
+    return stored, scales
+
+
+def dequantise_kv(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    kv_heads, tokens, head_dim = stored.shape
+    dequantise_kernel[(triton.cdiv(tokens, SCALE_TOKENS), kv_heads)](
+        stored, scales, out, stored.stride(0), stored.stride(1), scales.stride(0), scales.stride(1),
+        out.stride(0), out.stride(1), tokens,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TOKENS=SCALE_TOKENS, num_warps=8,
+    )  # fmt: skip
