@@ -138,6 +138,10 @@ CREATE TABLE garbage (
 """
 
 
+def database_path(data_dir: Path) -> Path:
+    return data_dir / "foreword.sqlite"
+
+
 class DatabaseError(Exception):
     """Base of this module's errors."""
 

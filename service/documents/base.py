@@ -108,6 +108,13 @@ class Documents(Protocol):
 
     def handles(self, document_id: str) -> Sequence[FileRecord]: ...
 
+    def share_holder(self, holder: str, document_ids: Sequence[str]) -> None:
+        """`holder` keeps KV of a prefix over these documents: it is garbage once any of them is deleted.
+
+        Raises UnknownRecord when one of them is gone already.
+        """
+        ...
+
     def expired_files(self, now: float) -> Sequence[FileRecord]: ...
 
     def uploaded_bytes(self) -> int:

@@ -20,6 +20,7 @@ class Table:
     record: type
     json: frozenset[str]  # columns that hold JSON
     once: frozenset[str]  # set when the row is made, kept for good
+    owner: str  # without this field a row can't be made
 
     @property
     def columns(self) -> frozenset[str]:
@@ -27,15 +28,19 @@ class Table:
 
 
 TABLES = {
-    "files": Table(FileRecord, frozenset({"sources", "error"}), frozenset({"id", "tenant", "created_at"})),
+    "files": Table(FileRecord, frozenset({"sources", "error"}), frozenset({"id", "tenant", "created_at"}), "tenant"),
     # A document's id covers its content, so whoever comes second keeps the first one's folder.
     "documents": Table(
         DocumentRecord,
         frozenset({"stage_seconds"}),
         frozenset({"id", "tenant", "folder", "created_at", "stage_seconds"}),
+        "tenant",
     ),
     "prefills": Table(
-        PrefillRecord, frozenset({"recall", "heads", "error"}), frozenset({"id", "tenant", "document_id", "fidelity"})
+        PrefillRecord,
+        frozenset({"recall", "heads", "error"}),
+        frozenset({"id", "tenant", "document_id", "fidelity"}),
+        "document_id",
     ),
 }
 
@@ -55,7 +60,8 @@ def decode(row: sqlite3.Row, record: type[Record]) -> Record:
 def apply_changes(connection: sqlite3.Connection, changes: Iterable[RecordChange]) -> set[str]:
     """Set fields of rows, made where they aren't there. Returns the prefills whose `derive_status` is now due.
 
-    Raises ValueError for a table or column that doesn't exist.
+    A change that doesn't name the row's owner is for a row that exists: where it was deleted meanwhile, the change has
+    nothing left to say. Raises ValueError for a table or column that doesn't exist.
     """
     return {prefill for change in changes if (prefill := _apply(connection, change)) is not None}
 
@@ -71,7 +77,10 @@ def _apply(connection: sqlite3.Connection, change: RecordChange) -> str | None:
         name: json.dumps(value) if name in table.json and value is not None else value
         for name, value in change.fields.items()
     }
-    if not _update(connection, change, {name: value for name, value in encoded.items() if name not in table.once}):
+    updates = {name: value for name, value in encoded.items() if name not in table.once}
+    if not _update(connection, change, updates):
+        if table.owner not in encoded:
+            return None
         names = ["id", *(name for name in encoded if name != "id")]
         values = [change.id, *(encoded[name] for name in names[1:])]
         marks = ", ".join("?" * len(names))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 JobKind = Literal["ingest", "prefill", "answer"]
+JOB_KINDS: tuple[JobKind, ...] = ("ingest", "prefill", "answer")
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "dead"]
 FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled", "dead"})
 Json = Mapping[str, Any]
@@ -92,8 +93,8 @@ class Queue(Protocol):
         """Durable when it returns. Where `single_flight` gives an existing job, `effects` are applied all the same."""
         ...
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a job may have been put, at most `timeout_s`."""
+    def wait(self, timeout_s: float, kinds: Iterable[JobKind] = JOB_KINDS) -> None:
+        """Sleep until a job of these kinds may be waiting, at most `timeout_s`."""
         ...
 
     def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:

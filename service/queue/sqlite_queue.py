@@ -10,6 +10,7 @@ from service.database import Database
 from service.queue import sqlite_jobs as jobs
 from service.queue.base import (
     FINAL_STATES,
+    JOB_KINDS,
     NO_EFFECTS,
     Effects,
     Event,
@@ -45,12 +46,15 @@ class SqliteQueue:
         self._announce_jobs(added)
         return stored
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, kinds: Iterable[JobKind] = JOB_KINDS) -> None:
+        wanted, deadline = tuple(kinds), time.monotonic() + timeout_s
         with self._listener(JOBS).watch(ANY_JOB) as news:
-            with self._database.read() as connection:
-                queued = jobs.has_queued(connection, ("ingest", "prefill", "answer"))
-            if not queued:
-                news.wait(timeout_s)
+            while (left_s := deadline - time.monotonic()) > 0:
+                with self._database.read() as connection:
+                    if jobs.has_queued(connection, wanted):
+                        return
+                news.wait(left_s)
+                news.clear()
 
     def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
         wanted = tuple(kinds)

@@ -1,0 +1,111 @@
+"""The chores of a worker, on a timer: reclaim, expiry, garbage, old jobs; and what a crash left, once at the start."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from service.documents.base import UnknownRecord
+from service.documents.sqlite import Garbage, SqliteDocuments
+from service.metrics import Metrics
+from service.queue.base import FINAL_STATES, Queue, UnknownJob
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+SLOW_TICKS = 5  # chores that needn't be done each second
+JOBS_KEPT_S = 24 * 3600.0
+
+
+class KVChores(Protocol):
+    """engine.kv_store.KVCatalog."""
+
+    def release(self, holder: str) -> int: ...
+
+    def sweep(self) -> int: ...
+
+
+class Housekeeper:
+    """`tick` is one round, due every TICK_S."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        queue: Queue,
+        documents: SqliteDocuments,
+        kv: KVChores,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`beat` is called each second: how others know that this worker lives."""
+        self._data_dir = data_dir
+        self._queue = queue
+        self._documents = documents
+        self._kv = kv
+        self._metrics = metrics
+        self._clock = clock
+        self._beat = beat
+        self._ticks = 0
+
+    def tick(self) -> None:
+        self._beat()
+        reclaim(self._queue, self._metrics)
+        self._ticks += 1
+        if self._ticks % SLOW_TICKS == 0:
+            self.expire()
+            self._documents.collect(self._remove)
+            self._kv.sweep()
+            self._queue.prune(self._clock() - JOBS_KEPT_S)
+
+    def expire(self) -> None:
+        """Delete the handles whose time is over; with a document's last one the document goes."""
+        for file in self._documents.expired_files(self._clock()):
+            try:
+                self._documents.delete_file(file.tenant, file.id)
+            except UnknownRecord:
+                continue  # its owner was faster
+            log.info("file %s expired", file.id)
+
+    def sweep_orphans(self) -> int:
+        """Remove folders of ingests that never came to a document. Returns how many."""
+        root = self._data_dir / "documents"
+        named = {Path(folder).parts[1] for folder in self._documents.folders()}
+        orphans = [folder for folder in root.glob("*") if folder.name not in named and not self._is_running(folder)]
+        for folder in orphans:
+            shutil.rmtree(folder, ignore_errors=True)
+        if orphans:
+            log.info("removed %d folders of ingests that never ended", len(orphans))
+        return len(orphans)
+
+    def _is_running(self, folder: Path) -> bool:
+        job_id, _, epoch = folder.name.rpartition(".")
+        try:
+            job = self._queue.get(job_id)
+        except UnknownJob:
+            return False
+        return job.state not in FINAL_STATES and str(job.epoch) == epoch
+
+    def _remove(self, piece: Garbage) -> None:
+        match piece.kind:
+            case "holder":
+                self._kv.release(piece.name)
+            case "upload":
+                _remove_tree(self._data_dir / "uploads" / piece.name)
+            case "folder":
+                _remove_tree((self._data_dir / piece.name).parent)
+
+
+def reclaim(queue: Queue, metrics: Metrics) -> None:
+    """Take back the jobs of silent workers."""
+    if (count := queue.reclaim()) > 0:
+        metrics.lease_reclaims.inc(count)
+        log.warning("%d jobs were taken back: their leases had ended", count)
+
+
+def _remove_tree(path: Path) -> None:
+    """Raises OSError, but not where it is gone already."""
+    if path.exists():
+        shutil.rmtree(path)

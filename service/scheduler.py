@@ -1,0 +1,250 @@
+"""Which job's next step the worker does. Answers first, one token each; then one step of one prefill; and again."""
+
+import logging
+import threading
+from contextlib import AbstractContextManager
+
+from engine.interfaces import PrefillRequest, PrefillResult
+from service.documents.base import UnknownRecord
+from service.logs import log_fields
+from service.queue.base import Job, JobKind, LeaseLost
+from service.stages.answer import AnswerJob
+from service.stages.context import StageContext
+from service.stages.failures import failure_of
+from service.stages.prefill import PrefillJob, PrefillRun, PrefillRuns, Waiter
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWERS = 8
+MAX_PREFILLS = 2  # a long one, and a short one that overtakes it
+IDLE_S = 0.5
+
+
+class EngineBroken(Exception):
+    """The engine can do nothing more in this process: a new one must take over."""
+
+
+class Scheduler:
+    """Runs in the worker's main thread; the engine is touched from nowhere else."""
+
+    def __init__(self, context: StageContext, worker: str) -> None:
+        self._context = context
+        self._worker = worker
+        self._answers: dict[str, AnswerJob] = {}
+        self._prefills: dict[str, PrefillJob] = {}
+        self._runs = PrefillRuns()
+        self._parked: Job | None = None
+        self._stop = threading.Event()
+        self.alone = threading.Event()  # set while a job that may have killed its workers runs: nothing beside it
+
+    def stop(self) -> None:
+        """Suspend and release everything at the next step; safe in a signal handler."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Until `stop`. Raises EngineBroken."""
+        try:
+            while not self._stop.is_set():
+                self._drop_lost()
+                self._claim_while_room()
+                self._step_answers()
+                if run := self._runs.next():
+                    self._step_prefill(run)
+                elif not self._answers:
+                    self._context.queue.wait(IDLE_S, ("answer", "prefill"))
+            self._runs.suspend()  # what prefills have computed is kept for whoever goes on
+        finally:
+            self._release()
+
+    # --- claiming ----------------------------------------------------------------------------------------------
+
+    def _claim_while_room(self) -> None:
+        if self._parked is not None:
+            self._start_parked()
+        elif self.alone.is_set() and self._tasks():
+            return
+        else:
+            self.alone.clear()
+            self._claim("answer")
+            self._claim("prefill")
+
+    def _claim(self, kind: JobKind) -> None:
+        settings = self._context.settings
+        while self._parked is None and self._has_room(kind):
+            job = self._context.queue.claim(self._worker, [kind], lease_s=settings.lease_s)
+            if job is None:
+                return
+            self._context.leases.hold(job)
+            waited_s = max(0.0, self._context.clock() - job.created_at)
+            self._context.metrics.stage_seconds.labels("queue").observe(waited_s)
+            if 1 < settings.max_attempts <= job.attempts:
+                # Whatever ended the attempts before must not take others along: the last one runs by itself.
+                self._parked = job
+            else:
+                self._start(job)
+
+    def _has_room(self, kind: JobKind) -> bool:
+        return len(self._answers) < MAX_ANSWERS if kind == "answer" else len(self._prefills) < MAX_PREFILLS
+
+    def _start_parked(self) -> None:
+        assert self._parked is not None
+        self.alone.set()
+        if not self._tasks():
+            job, self._parked = self._parked, None
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        if job.kind == "answer":
+            answer = self._answers[job.id] = AnswerJob(self._context, job)
+            with self._logged(answer):
+                log.info("answer, attempt %d", job.attempts)
+                self._begin_answer(answer)
+            return
+        prefill = self._prefills[job.id] = PrefillJob(self._context, job)
+        with self._logged(prefill):
+            log.info("prefill, attempt %d", job.attempts)
+            try:
+                self._runs.join(prefill.request(), prefill)
+            except Exception as error:
+                self._fail(prefill, error)
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def _begin_answer(self, answer: AnswerJob) -> None:
+        try:
+            if (missing := answer.start()) is not None:
+                self._runs.join(missing, answer)
+        except Exception as error:
+            self._fail(answer, error)
+
+    def _step_answers(self) -> None:
+        answering = [answer for answer in self._answers.values() if answer.answering]
+        for answer in answering:
+            with self._logged(answer):
+                self._step_answer(answer)
+        if self._runs.runs:  # a prefill's step may take long
+            for answer in answering:
+                self._flush(answer)
+
+    def _step_answer(self, answer: AnswerJob) -> None:
+        try:
+            missing = answer.step()
+            if missing is not None:
+                self._runs.join(missing, answer)
+            elif answer.ended:
+                answer.finish()
+                self._ended(answer, "succeeded")
+        except LeaseLost:
+            self._drop(answer)
+        except Exception as error:
+            self._fail(answer, error)
+
+    def _flush(self, answer: AnswerJob) -> None:
+        if answer.job.id in self._answers:
+            try:
+                answer.flush()
+            except LeaseLost:
+                self._drop(answer)
+            except Exception as error:
+                self._fail(answer, error)
+
+    def _step_prefill(self, run: PrefillRun) -> None:
+        try:
+            with self._logged(run.waiters[0]):
+                if run.step(self._context.engine.start_prefill):
+                    return
+                assert run.prefill is not None
+                result = run.prefill.result
+        except Exception as error:
+            for waiter in self._runs.end(run):
+                self._fail(waiter, error)
+            return
+        self._context.metrics.prefill_ended(result)
+        for waiter in self._runs.end(run):
+            with self._logged(waiter):
+                self._prefilled(waiter, run.request, result)
+
+    def _prefilled(self, waiter: Waiter, request: PrefillRequest, result: PrefillResult) -> None:
+        if isinstance(waiter, AnswerJob):
+            waiter.prefilled(request, result)
+            self._begin_answer(waiter)
+            return
+        assert isinstance(waiter, PrefillJob)
+        try:
+            waiter.finish(request, result)
+            self._ended(waiter, "succeeded")
+            log.info("prefilled %d tokens in %.2f s, density %.3f", result.num_tokens, result.seconds, result.density)
+        except LeaseLost:
+            self._drop(waiter)
+            self._release_unnamed(request.holder)
+        except Exception as error:
+            self._fail(waiter, error)
+
+    def _release_unnamed(self, holder: str) -> None:
+        """The document was deleted while its last step ran: its KV came after the deletion's own sweep."""
+        try:
+            self._context.documents.prefill(holder)
+        except UnknownRecord:
+            self._context.kv.release(holder)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _tasks(self) -> list[AnswerJob | PrefillJob]:
+        return [*self._answers.values(), *self._prefills.values()]
+
+    def _drop_lost(self) -> None:
+        for task in self._tasks():
+            if not self._context.leases.holds(task.job):
+                log.info("job %s was cancelled or taken over", task.job.id)
+                self._drop(task)
+        if self._parked is not None and not self._context.leases.holds(self._parked):
+            self._context.leases.drop(self._parked)
+            self._parked = None
+
+    def _drop(self, task: Waiter) -> None:
+        """Stop its work, unless others wait for it too."""
+        self._forget(task)
+        self._runs.leave(task)
+
+    def _forget(self, task: Waiter) -> None:
+        self._context.leases.drop(task.job)
+        self._prefills.pop(task.job.id, None)
+        answer = self._answers.pop(task.job.id, None)
+        if answer is not None:
+            answer.close()
+
+    def _ended(self, task: Waiter, state: str) -> None:
+        self._context.metrics.jobs_ended.labels(task.job.kind, state).inc()
+        self._forget(task)
+
+    def _fail(self, task: Waiter, error: Exception) -> None:
+        failure = failure_of(error)
+        with self._logged(task):
+            log.warning("%s: %s", failure.error["code"], failure.error["message"], exc_info=failure.retry)
+        self._drop(task)
+        try:
+            ended = self._context.queue.fail(task.job, failure.error, retry=failure.retry)
+            self._context.metrics.jobs_ended.labels(task.job.kind, ended.state).inc()
+        except LeaseLost:
+            pass
+        except Exception:  # its lease will end, and the job go to the next attempt
+            log.exception("failure of job %s not recorded", task.job.id)
+        if "CUDA error" in str(error):  # nothing works on the device behind one of these
+            raise EngineBroken(str(error)) from error
+
+    def _release(self) -> None:
+        jobs = [task.job for task in self._tasks()] + ([self._parked] if self._parked else [])
+        for task in self._tasks():
+            self._forget(task)
+        for job in jobs:
+            self._context.leases.drop(job)
+            try:
+                self._context.queue.release(job)
+            except LeaseLost:
+                pass
+            except Exception:
+                log.exception("job %s not released", job.id)
+
+    @staticmethod
+    def _logged(task: Waiter) -> AbstractContextManager[None]:
+        return log_fields(job_id=task.job.id, request_id=task.job.payload.get("request_id"), stage=task.job.kind)

@@ -1,0 +1,1 @@
+"""The stages of a job in the worker, one module each: ingest, prefill, answer."""

@@ -1,0 +1,73 @@
+"""What every stage is handed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from engine.chain import TokenIds
+from engine.interfaces import Engine
+from service.documents.base import DocumentRecord, Documents
+from service.leases import LeaseKeeper
+from service.metrics import Metrics
+from service.prompt import PromptFormat
+from service.queue.base import Queue
+from service.salt import tenant_salt
+from service.settings import Settings
+
+
+class KVHolders(Protocol):
+    """Who holds which stored KV (engine.kv_store.KVCatalog)."""
+
+    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
+
+    def release(self, holder: str) -> int: ...
+
+
+@dataclass(frozen=True)
+class StageContext:
+    settings: Settings
+    queue: Queue
+    documents: Documents
+    engine: Engine
+    kv: KVHolders
+    prompts: PromptFormat
+    model_id: str
+    leases: LeaseKeeper
+    metrics: Metrics
+    secret: bytes
+    clock: Callable[[], float]  # unix seconds
+
+    def salt(self, tenant: str) -> bytes:
+        return tenant_salt(self.secret, tenant)
+
+    def document_tokens(self, document: DocumentRecord) -> TokenIds:
+        """[tokens] uint32, mapped and not read. Raises OSError, ValueError when the folder is damaged."""
+        tokens: TokenIds = np.load(self.settings.data_dir / document.folder / "tokens.npy", mmap_mode="r")
+        return tokens
+
+    def prefix(self, document_ids: list[str]) -> TokenIds:
+        """The cacheable prefix over these documents. Raises UnknownRecord, OSError, ValueError."""
+        documents = [self.documents.document(document_id) for document_id in document_ids]
+        return self.prompts.document_prefix([self.document_tokens(document) for document in documents])
+
+    def manifest(self, document: DocumentRecord) -> Path:
+        return self.settings.data_dir / document.folder / "manifest.json"
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """How long and how firmly a document's KV is kept: by the most demanding of its handles."""
+
+    ttl_s: float | None
+    pinned: bool
+
+
+def kv_policy(documents: Documents, document_id: str, fidelity: str) -> KVPolicy:
+    handles = [handle for handle in documents.handles(document_id) if handle.fidelity == fidelity]
+    lives = [handle.kv_ttl_s for handle in handles]
+    finite = [life for life in lives if life is not None]
+    unlimited = not lives or len(finite) < len(lives)
+    return KVPolicy(None if unlimited else max(finite), any(handle.pinned for handle in handles))

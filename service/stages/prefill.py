@@ -1,0 +1,180 @@
+"""Prefills under way in this worker. One run makes the KV of one prefix, however many jobs wait for it.
+
+A prefill job and the answers that found no KV join the same run; it ends early when the last of them has left.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from engine.interfaces import Fidelity, Prefill, PrefillRequest, PrefillResult
+from service.database import DatabaseUnavailable
+from service.payloads import PrefillPayload
+from service.queue.base import Effects, Job, LeaseLost, RecordChange
+from service.stages.context import StageContext, kv_policy
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 0.5  # least time between two progress events of a job
+
+
+class Waiter(Protocol):
+    """A job that waits for a run. Called between steps, in the scheduler's thread."""
+
+    job: Job
+
+    def prefill_progress(self, fraction: float, eta_s: float | None) -> None: ...
+
+
+@dataclass
+class PrefillRun:
+    """`request.holder` names it."""
+
+    request: PrefillRequest
+    waiters: list[Waiter] = field(default_factory=list)
+    prefill: Prefill | None = None
+
+    @property
+    def interactive(self) -> bool:
+        return any(waiter.job.kind == "answer" for waiter in self.waiters)
+
+    @property
+    def left(self) -> float:
+        """Tokens of work left, for picking the shorter one."""
+        done = self.prefill.progress if self.prefill is not None else 0.0
+        return len(self.request.tokens) * (1.0 - done)
+
+    def step(self, start: Callable[[PrefillRequest], Prefill]) -> bool:
+        """One bounded step; True while there is more. Raises what the engine raises."""
+        if self.prefill is None:
+            self.prefill = start(self.request)
+            return True
+        more = self.prefill.step()
+        for waiter in self.waiters:
+            waiter.prefill_progress(self.prefill.progress, self.prefill.eta_s)
+        return more
+
+    def suspend(self) -> None:
+        if self.prefill is not None:
+            self.prefill.suspend()
+
+    def cancel(self) -> None:
+        if self.prefill is not None:
+            self.prefill.cancel()
+
+
+class PrefillRuns:
+    """All runs, oldest first."""
+
+    FAIR_TURN = 4  # each so-many-th step goes to the oldest run, so that short ones can't starve it
+
+    def __init__(self) -> None:
+        self.runs: dict[str, PrefillRun] = {}
+        self._turn = 0
+
+    def join(self, request: PrefillRequest, waiter: Waiter) -> None:
+        run = self.runs.setdefault(request.holder, PrefillRun(request))
+        run.waiters.append(waiter)
+
+    def leave(self, waiter: Waiter) -> None:
+        """A waiter's job was lost or cancelled. Its run goes on if another waits for it."""
+        for holder, run in list(self.runs.items()):
+            if waiter in run.waiters:
+                run.waiters.remove(waiter)
+                if not run.waiters:
+                    run.cancel()
+                    del self.runs[holder]
+
+    def next(self) -> PrefillRun | None:
+        """Interactive ones first, then the one with least left; the oldest has its turn now and then."""
+        if not self.runs:
+            return None
+        self._turn += 1
+        if self._turn % self.FAIR_TURN == 0:
+            return next(iter(self.runs.values()))
+        return min(self.runs.values(), key=lambda run: (not run.interactive, run.left))
+
+    def end(self, run: PrefillRun) -> list[Waiter]:
+        """The run is over; returns who waited for it."""
+        del self.runs[run.request.holder]
+        return run.waiters
+
+    def suspend(self) -> None:
+        for run in self.runs.values():
+            run.suspend()
+        self.runs.clear()
+
+
+class PrefillJob:
+    """A claimed job of kind `prefill`."""
+
+    def __init__(self, context: StageContext, job: Job) -> None:
+        self.job = job
+        self._context = context
+        self._payload: PrefillPayload = job.payload  # type: ignore[assignment]
+        self._reported_at = 0.0
+
+    def request(self) -> PrefillRequest:
+        """Raises UnknownRecord, OSError, ValueError."""
+        context, payload = self._context, self._payload
+        fidelity: Fidelity = payload["fidelity"]  # type: ignore[assignment]
+        policy = kv_policy(context.documents, payload["document_id"], fidelity)
+        return PrefillRequest(
+            tokens=context.prefix([payload["document_id"]]),
+            salt=context.salt(self.job.tenant),
+            owner=self.job.id,
+            holder=prefill_id(payload["document_id"], fidelity),
+            fidelity=fidelity,
+            kv_ttl_s=policy.ttl_s,
+            pinned=policy.pinned,
+        )
+
+    def prefill_progress(self, fraction: float, eta_s: float | None) -> None:
+        self._reported_at = report_progress(self._context, self.job, self._reported_at, fraction, eta_s)
+
+    def finish(self, request: PrefillRequest, result: PrefillResult) -> None:
+        """Raises LeaseLost."""
+        context = self._context
+        ttft_s = max(0.0, context.clock() - self._payload["uploaded_at"])
+        fields = prefill_fields(context, request, result) | {"cold_ttft_s": ttft_s}
+        effects = Effects([RecordChange("prefills", request.holder, fields)])
+        context.queue.finish(self.job, {"num_tokens": result.num_tokens, "seconds": result.seconds}, effects)
+        state = "partial" if result.cached_tokens else "cold"
+        context.metrics.time_to_first_token.labels(context.model_id, state).observe(ttft_s)
+        # A handle may have come, or its policy changed, while this ran.
+        policy = kv_policy(context.documents, self._payload["document_id"], self._payload["fidelity"])
+        context.kv.set_policy(request.holder, ttl_s=policy.ttl_s, pinned=policy.pinned)
+
+
+def prefill_id(document_id: str, fidelity: str) -> str:
+    return f"{document_id}:{fidelity}"
+
+
+def prefill_fields(context: StageContext, request: PrefillRequest, result: PrefillResult) -> dict[str, Any]:
+    """What a prefill's record says when its KV is made."""
+    return {
+        "state": "ready",
+        "num_tokens": result.num_tokens,
+        "digest": context.engine.digest(request.fidelity),
+        "density": result.density,
+        "recall": None if result.recall is None else asdict(result.recall),
+        "heads": dict(result.heads),
+        "cached_tokens": result.cached_tokens,
+        "layers_recomputed": result.layers_recomputed,
+        "seconds": result.seconds,
+        "error": None,
+    }
+
+
+def report_progress(context: StageContext, job: Job, reported_at: float, fraction: float, eta_s: float | None) -> float:
+    """At most one event in PROGRESS_S. Returns when the last one was."""
+    now = context.clock()
+    if 0 <= now - reported_at < PROGRESS_S and fraction < 1.0:
+        return reported_at
+    try:
+        context.queue.progress(job, fraction, {"stage": "prefill", "eta_s": eta_s})
+    except (LeaseLost, DatabaseUnavailable) as error:
+        # Others may wait for the same run; the scheduler finds out about this job by itself.
+        log.info("progress of job %s not reported: %s", job.id, error)
+    return now

@@ -1,0 +1,174 @@
+"""`foreword worker`: claims jobs, runs the engine, finishes. A process of its own: killing it loses no job.
+
+Main thread: the engine's steps (service.scheduler). Beside it a thread each for leases, ingests and chores.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.interfaces import Engine, KVLayout
+from engine.kv_store import Counters, DiskLimits, LocalKVStore
+from engine.model_folder import resolve_model
+from service.database import Database, database_path
+from service.documents.sqlite import SqliteDocuments
+from service.housekeeping import TICK_S, Housekeeper
+from service.ingest import ingest
+from service.leases import LeaseKeeper
+from service.logs import configure_logging
+from service.metrics import Metrics
+from service.presence import FIDELITIES, Presence
+from service.queue.sqlite_queue import SqliteQueue
+from service.salt import load_secret
+from service.scheduler import EngineBroken, Scheduler
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.stages.context import StageContext
+from service.stages.ingest import IngestLoop
+from service.timer import Timer
+
+log = logging.getLogger(__name__)
+
+EXIT_BROKEN = 70  # the engine can't go on in this process
+EXIT_UNUSABLE = 2  # no use in starting again with these settings
+_PR_SET_PDEATHSIG = 1
+
+
+def run_worker(settings: Settings) -> int:
+    """Work until SIGTERM or SIGINT; then suspend prefills, hand back leases and return the exit status.
+
+    Raises ModelError, DatabaseError.
+    """
+    settings = settings.resolved()
+    name = f"{os.uname().nodename}-{os.getpid()}"
+    with ExitStack() as stack:
+        database = Database(database_path(settings.data_dir))
+        stack.callback(database.close)
+        queue = SqliteQueue(database)
+        stack.callback(queue.close)
+        documents = SqliteDocuments(database)
+        metrics = Metrics()
+        folder = resolve_model(settings.model, cache_dir=settings.cache_dir)
+        model = ServedModel.load(settings.model, folder)
+        engine, store = _open_engine(settings, folder, metrics)
+        stack.callback(store.close)
+        leases = LeaseKeeper(queue, lease_s=settings.lease_s)
+        stack.callback(leases.close)
+        context = StageContext(
+            settings=settings,
+            queue=queue,
+            documents=documents,
+            engine=engine,
+            kv=store.catalog,
+            prompts=model.prompts,
+            model_id=model.id,
+            leases=leases,
+            metrics=metrics,
+            secret=load_secret(settings.data_dir),
+            clock=time.time,
+        )
+        presence = Presence(settings.data_dir, digests={fidelity: engine.digest(fidelity) for fidelity in FIDELITIES})
+        stack.callback(presence.close)
+        housekeeper = Housekeeper(
+            settings.data_dir,
+            queue=queue,
+            documents=documents,
+            kv=store.catalog,
+            metrics=metrics,
+            clock=time.time,
+            beat=presence.beat,
+        )
+        housekeeper.sweep_orphans()
+        scheduler = Scheduler(context, name)
+        ingests = IngestLoop(context, name, ingest, tokenizer_file=folder / "tokenizer.json", paused=scheduler.alone)
+        with _stopped_by_signals(scheduler):
+            presence.beat()
+            stack.callback(Timer("housekeeping", TICK_S, housekeeper.tick).close)
+            ingests.start()
+            stack.callback(ingests.close)
+            log.info("worker %s is ready: %s", name, model.id)
+            try:
+                scheduler.run()
+            except EngineBroken as error:
+                log.critical("the engine can't go on in this process: %s", error)
+                return EXIT_BROKEN
+        log.info("worker %s ends", name)
+    return 0
+
+
+def _open_engine(settings: Settings, folder: Path, metrics: Metrics) -> tuple[Engine, LocalKVStore]:
+    from engine.engine import open_engine  # loads torch
+
+    stores: list[LocalKVStore] = []
+
+    def open_store(layout: KVLayout) -> LocalKVStore:
+        store = LocalKVStore(
+            settings.data_dir / "kv",
+            layout,
+            DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes),
+            host_bytes=settings.kv_host_bytes,
+            counters=Counters(metrics.kv_counted),
+        )
+        stores.append(store)
+        return store
+
+    engine = open_engine(
+        folder,
+        open_store,
+        resume_dir=settings.data_dir / "resume",
+        resume_bytes=settings.resume_bytes,
+        checkpoint_s=settings.checkpoint_s,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+    )
+    return engine, stores[0]
+
+
+@contextmanager
+def _stopped_by_signals(scheduler: Scheduler) -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        scheduler.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def die_with_parent(parent: int) -> None:
+    """Get SIGTERM when the process `parent` dies; end now where it is dead already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(f"the server process {parent} is gone")
+
+
+def main() -> int:
+    """What `service.serve` starts: settings from the environment."""
+    parser = argparse.ArgumentParser(prog="foreword worker")
+    parser.add_argument("--parent", type=int, help="end when this process ends")
+    arguments = parser.parse_args()
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
+    settings = Settings()
+    configure_logging(settings.log_level)
+    try:
+        return run_worker(settings)
+    except (ModelError, ValueError) as error:
+        log.error("%s", error)
+        return EXIT_UNUSABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
