@@ -1,0 +1,5 @@
+"""`python -m foreword`."""
+
+from foreword.cli import main
+
+main()
