@@ -29,7 +29,8 @@ class LocalKVStore:
     """A `KVStore` on a folder of this machine. Any number of processes may open the same folder.
 
     `host_bytes` caps the host-memory tier, `readahead_bytes` what a reader fetches ahead, `write_buffer_bytes` what
-    waits for the disk in a writer. `allocate` gives the memory that layers are read into.
+    waits for the disk in a writer, `io_threads` how many requests the disk gets at once. `allocate` gives the memory
+    that layers are read into.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LocalKVStore:
         self.layout = layout
         self.catalog = KVCatalog(folder, limits, counters=counters, orphan_ttl_s=orphan_ttl_s, clock=clock)
         self.counters = self.catalog.counters
+        self._io_threads = io_threads
         self._write_buffer_bytes = write_buffer_bytes
         self._executor = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-read")
         self._path = ReadPath(
@@ -105,6 +107,7 @@ class LocalKVStore:
                 self.counters,
                 reservation,
                 buffer_bytes=self._write_buffer_bytes,
+                num_threads=self._io_threads,
             )
             self._writers[owner] = writer
         return writer

@@ -33,6 +33,19 @@ class SegmentInWriting:
     def written_bytes(self) -> int:
         return 0 if self.copy is None else sum(block.size_bytes for block in self.copy.blocks[: self.groups])
 
+    @property
+    def unwritten_bytes(self) -> int:
+        return 0 if self.copy is None else sum(block.size_bytes for block in self.copy.blocks[self.groups :])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One layer of one segment on its way to the disk."""
+
+    segment: SegmentInWriting
+    layer: int
+    data: bytes
+
 
 class WriterEnd(Protocol):
     """What a writer tells the store."""
@@ -51,7 +64,7 @@ class WriterEnd(Protocol):
 
 
 class LocalWriter:
-    """A `KVWriter` to the disk tier; one thread of its own does the disk work.
+    """A `KVWriter` to the disk tier; threads of its own do the disk work, each for every n-th segment.
 
     `buffer_bytes` bounds what waits for the disk; `write_layer` blocks while there is more. An error of the disk ends
     the writing: what was published is kept for a resume, the rest is removed and its room given back, and the error
@@ -67,6 +80,7 @@ class LocalWriter:
         end: WriterEnd,
         *,
         buffer_bytes: int,
+        num_threads: int,
     ) -> None:
         self._layout, self._segments, self._blocks = layout, segments, blocks
         self._counters, self._end, self._buffer_bytes = counters, end, buffer_bytes
@@ -74,19 +88,25 @@ class LocalWriter:
             segment.next_layer = min(segment.groups * layout.layers_per_group, layout.num_layers)
         self._groups_done = min((segment.groups for segment in segments), default=layout.num_groups)
         self._condition = threading.Condition()
-        self._queue: deque[tuple[SegmentInWriting, int, bytes]] = deque()
-        self._waiting_bytes = 0  # queued, and the one being written
-        self._error: Exception | None = None
-        self._closing = False  # the thread ends once the queue is empty
+        self._lanes: list[deque[_Piece]] = [deque() for _ in range(max(1, min(num_threads, len(segments))))]
+        self._waiting_bytes = 0  # in the lanes, and being written
+        self._failure: Exception | None = None  # stops the threads
+        self._error: Exception | None = None  # the same for callers, once the failure is cleaned up
+        self._stopping = False  # the threads end when their lanes are empty
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"kv-writer-{number}", daemon=True)
+            for number, lane in enumerate(self._lanes)
+        ]
+        self._running = len(self._threads)
+        for thread in self._threads:
+            thread.start()
 
     def write_layer(self, layer: int, segment: int, data: memoryview) -> None:
-        """Take over one layer of one segment: `data` is contiguous, layer_bytes long.
+        """Take over one layer of one segment, layer_bytes long.
 
         Layers of a segment come in order. Those in groups that are already published are ignored: the same key means
-        the same bytes. Raises ValueError, and StorageFull or OSError of the writing thread.
+        the same bytes. Raises ValueError, and StorageFull or OSError of the writing threads.
         """
         target = self._segments[segment]
         expected = self._layout.layer_bytes(target.num_tokens)
@@ -97,14 +117,13 @@ class LocalWriter:
             return
         if layer != target.next_layer:
             raise ValueError(f"got layer {layer} of segment {segment}, expected layer {target.next_layer}")
-        payload = data.tobytes()
+        piece = _Piece(target, layer, data.tobytes())
         with self._condition:
-            while self._waiting_bytes and self._waiting_bytes + len(payload) > self._buffer_bytes:
+            while self._waiting_bytes and self._waiting_bytes + expected > self._buffer_bytes and self._error is None:
                 self._condition.wait()
-                self._raise_error()
             self._raise_error()
-            self._queue.append((target, layer, payload))
-            self._waiting_bytes += len(payload)
+            self._lanes[segment % len(self._lanes)].append(piece)
+            self._waiting_bytes += expected
             target.next_layer += 1
             self._condition.notify_all()
 
@@ -125,22 +144,25 @@ class LocalWriter:
         self.flush()
         if self._groups_done < self._layout.num_groups:
             raise KVError(f"got {self._groups_done} of {self._layout.num_groups} layer groups, expected all at commit")
-        self._stop(drain=True)
+        self._stop()
         self._end.commit(self._segments)
         self._closed = True
 
     def suspend(self) -> None:
-        """Finish what was handed over, keep the complete groups for the same owner. No error is raised."""
+        """Finish what was handed over, keep the complete groups for the same owner. A failed write is no error here."""
         if not self._closed:
-            self._stop(drain=True)
+            self._stop()
             self._closed = True
             if self._error is None:
                 self._remove_unfinished()
                 self._end.suspend(self._segments)
 
     def abort(self) -> None:
+        """Stop and remove everything; safe at any time, and without effect behind the writer's end."""
         if not self._closed:
-            self._stop(drain=False)
+            with self._condition:
+                self._drop_waiting()
+            self._stop()
             self._closed = True
             self._end.abort(self._segments)
 
@@ -153,75 +175,82 @@ class LocalWriter:
         if self._error is not None:
             raise self._error
 
-    def _stop(self, *, drain: bool) -> None:
+    def _stop(self) -> None:
         with self._condition:
-            if not drain:
-                self._queue.clear()
-            self._closing = True
+            self._stopping = True
             self._condition.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    # --- the writing thread ---
+    # --- the writing threads ---
 
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._queue and not self._closing:
-                    self._condition.wait()
-                if not self._queue:
-                    return
-                segment, layer, payload = self._queue.popleft()
+    def _run(self, lane: deque[_Piece]) -> None:
+        while (piece := self._next_piece(lane)) is not None:
             try:
-                self._write(segment, layer, payload)
+                self._write(piece)
             except Exception as error:  # whatever it is, the caller must hear of it
-                self._fail(error)
-                return
+                log.error("kv_store: writing failed: %s", error)
+                with self._condition:
+                    self._failure = self._failure or error
+                    self._drop_waiting()
             with self._condition:
-                self._waiting_bytes -= len(payload)
+                self._waiting_bytes -= len(piece.data)
                 self._condition.notify_all()
+        with self._condition:
+            self._running -= 1
+            last = self._running == 0
+        if last and self._failure is not None:  # no other thread makes files any more
+            self._clean_up(self._failure)
 
-    def _write(self, segment: SegmentInWriting, layer: int, payload: bytes) -> None:
-        copy = segment.copy
+    def _next_piece(self, lane: deque[_Piece]) -> _Piece | None:
+        with self._condition:
+            while not lane and not self._stopping and self._failure is None:
+                self._condition.wait()
+            return lane.popleft() if lane else None
+
+    def _write(self, piece: _Piece) -> None:
+        segment, copy = piece.segment, piece.segment.copy
         assert copy is not None
-        block = copy.block(layer // self._layout.layers_per_group)
+        block = copy.block(piece.layer // self._layout.layers_per_group)
         temporary = self._blocks.temporary(copy.key, copy.id, block.group)
-        self._blocks.write(temporary, block.offset(layer), payload)
-        segment.checksums.append(xxh3_128_digest(payload))
-        if layer != block.layers[-1]:
+        self._blocks.write(temporary, block.offset(piece.layer), piece.data)
+        segment.checksums.append(xxh3_128_digest(piece.data))
+        if piece.layer != block.layers[-1]:
             return
         header = block.encode_header(segment.checksums)
         self._blocks.publish(temporary, self._blocks.path(copy.key, copy.id, block.group), header, block.size_bytes)
         segment.checksums.clear()
-        segment.groups += 1
         self._counters.add("written_bytes", amount=block.size_bytes)
-        done = min(segment.groups for segment in self._segments)
+        with self._condition:
+            segment.groups += 1
+            done = min(segment.groups for segment in self._segments)
         if done > self._groups_done:
             self._blocks.sync()
             self._end.published(self._segments)
-            self._groups_done = done
+            with self._condition:
+                self._groups_done = max(self._groups_done, done)
 
-    def _fail(self, error: Exception) -> None:
-        log.error("kv_store: writing failed: %s", error)
+    def _clean_up(self, failure: Exception) -> None:
         try:
             self._remove_unfinished()
             self._end.suspend(self._segments)
-        except Exception:  # the disk or the index is in trouble: the startup scan cleans up
+        except Exception:  # the disk or the index is in trouble: the next sweep cleans up
             log.exception("kv_store: cannot clean up behind a failed write")
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            missing = [block for segment in self._segments for block in _unwritten(segment)]
-            error = StorageFull(sum(block for block in missing), self._blocks.free_bytes())
+        if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
+            unwritten = sum(segment.unwritten_bytes for segment in self._segments)
+            failure = StorageFull(unwritten, self._blocks.free_bytes())
         with self._condition:
-            self._error = error
-            self._queue.clear()
-            self._waiting_bytes = 0
+            self._error = failure
             self._condition.notify_all()
+
+    def _drop_waiting(self) -> None:
+        for lane in self._lanes:
+            self._waiting_bytes -= sum(len(piece.data) for piece in lane)
+            lane.clear()
+        self._condition.notify_all()
 
     def _remove_unfinished(self) -> None:
         for segment in self._segments:
             if segment.copy is not None and segment.groups < self._layout.num_groups:
                 path = self._blocks.temporary(segment.copy.key, segment.copy.id, segment.groups)
                 path.unlink(missing_ok=True)
-
-
-def _unwritten(segment: SegmentInWriting) -> list[int]:
-    return [] if segment.copy is None else [block.size_bytes for block in segment.copy.blocks[segment.groups :]]
