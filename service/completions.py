@@ -39,7 +39,9 @@ class Completion:
     async def extras(self, finished: Finished) -> dict[str, Any]:
         """What we add to the OpenAI shape: how long the first token took, and what it was answered from."""
         assert self.question is not None
-        figures = await to_thread.run_sync(prefill_figures, self.services, self.question)
+        figures = {name: finished.result.get(name) for name in ("density", "recall")}
+        if figures["density"] is None:
+            figures = await to_thread.run_sync(prefill_figures, self.services, self.question)
         return {"ttft_s": round(finished.ttft_s, 6), "cache_state": finished.result["cache_state"], **figures}
 
     async def annotations(self, finished: Finished) -> list[dict[str, Any]]:

@@ -62,8 +62,9 @@ async def _with_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[str,
 
 
 async def until_disconnect(request: Request, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`, which is cancelled when the client goes. Raises ClientGone."""
+    """The result of `work`, which is cancelled when the client goes. Raises ClientGone, and what `work` raises."""
     results: list[T] = []
+    errors: list[Exception] = []
     async with anyio.create_task_group() as tasks:
 
         async def watch() -> None:
@@ -72,11 +73,16 @@ async def until_disconnect(request: Request, work: Callable[[], Awaitable[T]]) -
             tasks.cancel_scope.cancel()
 
         async def run() -> None:
-            results.append(await work())
+            try:
+                results.append(await work())
+            except Exception as error:  # kept out of the group, which would wrap it
+                errors.append(error)
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)
         tasks.start_soon(run)
+    if errors:
+        raise errors[0]
     if not results:
         raise ClientGone
     return results[0]

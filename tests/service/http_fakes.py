@@ -19,7 +19,7 @@ from service.auth import KeyRing
 from service.database import Database
 from service.documents.sqlite import SqliteDocuments
 from service.metrics import Metrics
-from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
+from service.queue.base import Effects, Job, JobKind, LeaseLost, NewJob, RecordChange
 from service.queue.sqlite_queue import SqliteQueue
 from service.served_model import ServedModel
 from service.settings import Settings
@@ -59,6 +59,8 @@ class FakeWorker(threading.Thread):
         self.prefill_gate.set()
         self.answer_gate = threading.Event()  # closed: answers stop before their third word
         self.answer_gate.set()
+        self.hold_ingest = False  # claim no more ingests
+        self.answer_error: dict[str, str] | None = None
         self.answered: list[dict[str, Any]] = []
         self.cancelled: list[str] = []
         self.prefilled: list[str] = []
@@ -66,11 +68,12 @@ class FakeWorker(threading.Thread):
     def run(self) -> None:
         queue = self.server.queue
         while not self.stopping.is_set():
-            # Two hands: a held prefill must not keep answers waiting.
-            job = queue.claim("fake", ["answer", "ingest", "prefill"], lease_s=30)
+            kinds: list[JobKind] = ["answer", "prefill"] if self.hold_ingest else ["answer", "prefill", "ingest"]
+            job = queue.claim("fake", kinds, lease_s=30)
             if job is None:
                 queue.wait(0.05)
                 continue
+            # A held prefill must not keep answers waiting.
             threading.Thread(target=self._do, args=(job,), daemon=True).start()
 
     def _do(self, job: Job) -> None:
@@ -142,6 +145,9 @@ class FakeWorker(threading.Thread):
     def _answer(self, job: Job) -> None:
         queue, prompts = self.server.queue, self.server.model.prompts
         self.answered.append(dict(job.payload))
+        if (error := self.answer_error) is not None:
+            queue.fail(job, error, retry=False)
+            return
         lengths = [self.server.documents.document(name).num_tokens for name in job.payload["documents"]]
         cached = prompts.prefix_length(lengths)
         words = ["Answer", " about", f" {len(lengths)}", " documents"][: job.payload["sampling"]["max_tokens"]]
@@ -185,6 +191,7 @@ class Server:
         self.queue = SqliteQueue(self.database)
         self.documents = SqliteDocuments(self.database)
         self.kv = FakeKV()
+        self._clients: dict[str, OpenAI] = {}
         self.worker = FakeWorker(self)
         self.worker_seen = True
         self.digest: str | None = DIGEST
@@ -208,19 +215,25 @@ class Server:
             if not self._thread.is_alive():
                 raise RuntimeError("the server ended while starting")
             time.sleep(0.01)
-        self.url = "http://127.0.0.1:{}".format(self._uvicorn.servers[0].sockets[0].getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}"
         self.worker.start()
         return self
 
     def stop(self) -> None:
         self.worker.stop()
+        for client in self._clients.values():
+            client.close()
         self._uvicorn.should_exit = True
         self._thread.join(10)
         self.queue.close()
         self.database.close()
 
-    def client(self, api_key: str = "none", **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=20, **options)
+    def client(self, api_key: str = "none") -> OpenAI:
+        """One for each key: making one costs more than most requests."""
+        if api_key not in self._clients:
+            url = f"{self.url}/v1"
+            self._clients[api_key] = OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=20)
+        return self._clients[api_key]
 
 
 @contextlib.contextmanager

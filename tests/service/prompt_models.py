@@ -6,7 +6,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 CHATML_FIXED_SYSTEM = (
     "{% for m in messages %}"
-    "{% if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nYou are the house model<|im_end|>\n' }}{% endif %}"
+    "{% if loop.first and m.role != 'system' %}"
+    "{{ '<|im_start|>system\nYou are the house model<|im_end|>\n' }}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
