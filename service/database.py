@@ -145,6 +145,8 @@ def database_path(data_dir: Path) -> Path:
 class DatabaseError(Exception):
     """Base of this module's errors."""
 
+    code = "database_error"
+
 
 class SchemaTooNew(DatabaseError):
     """The file was written by a newer version of the program."""

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +9,7 @@ from service.documents.base import UnknownRecord
 from service.documents.sqlite import Garbage, SqliteDocuments
 from service.metrics import Metrics
 from service.queue.base import FINAL_STATES, Queue, UnknownJob
+from service.stages.context import StageContext
 
 log = logging.getLogger(__name__)
 
@@ -29,29 +29,16 @@ class KVChores(Protocol):
 class Housekeeper:
     """`tick` is one round, due every TICK_S."""
 
-    def __init__(
-        self,
-        data_dir: Path,
-        *,
-        queue: Queue,
-        documents: SqliteDocuments,
-        kv: KVChores,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`beat` is called each second: how others know that this worker lives."""
-        self._data_dir = data_dir
-        self._queue = queue
+    def __init__(self, context: StageContext, documents: SqliteDocuments, kv: KVChores) -> None:
+        self._data_dir = context.settings.data_dir
+        self._queue = context.queue
         self._documents = documents
         self._kv = kv
-        self._metrics = metrics
-        self._clock = clock
-        self._beat = beat
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._ticks = 0
 
     def tick(self) -> None:
-        self._beat()
         reclaim(self._queue, self._metrics)
         self._ticks += 1
         if self._ticks % SLOW_TICKS == 0:

@@ -11,6 +11,8 @@ from types import TracebackType
 class AlreadyLocked(Exception):
     """Another process holds the lock; `holder` is its process id where the file names one."""
 
+    code = "data_dir_locked"
+
     def __init__(self, path: Path, holder: int | None) -> None:
         who = f"process {holder}" if holder is not None else "another process"
         super().__init__(f"{path} is held by {who}")

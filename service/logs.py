@@ -12,6 +12,9 @@ from typing import Any, TextIO
 
 _fields: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("log_fields", default=MappingProxyType({}))
 
+# What every record has; anything else was given as `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
 
 @contextmanager
 def log_fields(**fields: Any) -> Iterator[None]:
@@ -32,6 +35,7 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "process": record.process,
             **_fields.get(),
+            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

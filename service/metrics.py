@@ -46,6 +46,7 @@ class Metrics:
         self.prompt_tokens = counter("foreword_prompt_tokens", "Prompt tokens, computed or taken from KV", "source")
         self.generated_tokens = counter("foreword_generated_tokens", "Tokens of answers")
         self.prefills = counter("foreword_prefills", "Prefills that ended, by what was stored before", "cache_state")
+        self.prefills_resumed = counter("foreword_prefills_resumed", "Prefills that went on from a resume point")
         self.prefill_rate = histogram(
             "foreword_prefill_tokens_per_second", "Tokens computed a second of a prefill", RATE_BUCKETS
         )
@@ -84,6 +85,8 @@ class Metrics:
         self.prompt_tokens.labels("cached").inc(result.cached_tokens)
         self.prefills.labels("partial" if result.cached_tokens else "cold").inc()
         self.stage_seconds.labels("prefill").observe(result.seconds)
+        if result.resumed_from_layer:
+            self.prefills_resumed.inc()
         self.layers_recomputed.inc(result.layers_recomputed)
         self.prefill_density.observe(result.density)
         if result.recall is not None:

@@ -3,11 +3,11 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from engine.interfaces import Fidelity
+from engine.interfaces import Engine, Fidelity
 
 SEEN_S = 10.0
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
@@ -16,11 +16,12 @@ FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 class Presence:
     """The worker's side."""
 
-    def __init__(self, data_dir: Path, *, digests: Mapping[str, str]) -> None:
-        """`digests`: engine digest by fidelity. Takes effect with the first `beat`."""
+    def __init__(self, data_dir: Path, engine: Engine) -> None:
+        """Takes effect with the first `beat`."""
         self._path = data_dir / "workers" / f"{os.getpid()}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._text = json.dumps({"process": os.getpid(), "digests": dict(digests)})
+        digests = {fidelity: engine.digest(fidelity) for fidelity in FIDELITIES}
+        self._text = json.dumps({"process": os.getpid(), "digests": digests})
 
     def beat(self) -> None:
         if self._path.exists():

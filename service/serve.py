@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,9 +31,14 @@ RECLAIM_S = 1.0
 class AddressInUse(Exception):
     """Another program listens there, or the address isn't this machine's."""
 
+    code = "address_in_use"
 
-def serve(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT. Raises AlreadyLocked, AddressInUse, AuthError, ModelError, DatabaseError."""
+
+def serve(settings: Settings, command: Sequence[str] | None = None) -> None:
+    """Until SIGTERM or SIGINT. `command` starts a worker (default: this package's).
+
+    Raises AlreadyLocked, AddressInUse, AuthError, ModelError, DatabaseError.
+    """
     settings = settings.resolved()
     configure_logging(settings.log_level)
     keys = KeyRing.load(settings.api_keys_file)
@@ -43,10 +49,12 @@ def serve(settings: Settings) -> None:
         listener = stack.enter_context(listen(settings.host, settings.port))
         share_metrics(settings.data_dir / "metrics")
         load_secret(settings.data_dir)
-        _serve(settings, keys, listener, stack)
+        _serve(settings, keys, listener, command or worker_command(), stack)
 
 
-def _serve(settings: Settings, keys: KeyRing, listener: socket.socket, stack: ExitStack) -> None:
+def _serve(
+    settings: Settings, keys: KeyRing, listener: socket.socket, command: Sequence[str], stack: ExitStack
+) -> None:
     # Only now, since prometheus-client looks for the shared folder when it is imported.
     import uvicorn
 
@@ -82,7 +90,7 @@ def _serve(settings: Settings, keys: KeyRing, listener: socket.socket, stack: Ex
         forget_process(pid)
         metrics.worker_restarts.inc()
 
-    supervisor = Supervisor(worker_command(), environment(settings), died=worker_died)
+    supervisor = Supervisor(command, environment(settings), died=worker_died)
     supervisor.start()
     stack.callback(supervisor.close)
     timer = Timer("reclaim", RECLAIM_S, lambda: reclaim(queue, metrics))  # also while no worker lives to do it

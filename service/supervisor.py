@@ -17,8 +17,8 @@ LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0  # a worker that lived so long has earned a quick restart
 
 
-def worker_command() -> list[str]:
-    return [sys.executable, "-m", "service.worker", "--parent", str(os.getpid())]
+def worker_command(module: str = "service.worker") -> list[str]:
+    return [sys.executable, "-m", module, "--parent", str(os.getpid())]
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -10,26 +10,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from engine.errors import ModelError
-from engine.interfaces import Engine, KVLayout
-from engine.kv_store import Counters, DiskLimits, LocalKVStore
-from engine.model_folder import resolve_model
 from service.database import Database, database_path
 from service.documents.sqlite import SqliteDocuments
+from service.engine_parts import EngineParts, open_engine_parts
 from service.housekeeping import TICK_S, Housekeeper
 from service.ingest import ingest
 from service.leases import LeaseKeeper
 from service.logs import configure_logging
 from service.metrics import Metrics
-from service.presence import FIDELITIES, Presence
+from service.presence import Presence
 from service.queue.sqlite_queue import SqliteQueue
 from service.salt import load_secret
 from service.scheduler import EngineBroken, Scheduler
-from service.served_model import ServedModel
 from service.settings import Settings
 from service.stages.context import StageContext
 from service.stages.ingest import IngestLoop
@@ -42,59 +38,54 @@ EXIT_UNUSABLE = 2  # no use in starting again with these settings
 _PR_SET_PDEATHSIG = 1
 
 
-def run_worker(settings: Settings) -> int:
+def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_parts) -> int:
     """Work until SIGTERM or SIGINT; then suspend prefills, hand back leases and return the exit status.
 
-    Raises ModelError, DatabaseError.
+    Raises ModelError, ValueError, DatabaseError.
     """
     settings = settings.resolved()
     name = f"{os.uname().nodename}-{os.getpid()}"
     with ExitStack() as stack:
         database = Database(database_path(settings.data_dir))
         stack.callback(database.close)
-        queue = SqliteQueue(database)
+        queue, documents = SqliteQueue(database), SqliteDocuments(database)
         stack.callback(queue.close)
-        documents = SqliteDocuments(database)
         metrics = Metrics()
-        folder = resolve_model(settings.model, cache_dir=settings.cache_dir)
-        model = ServedModel.load(settings.model, folder)
-        engine, store = _open_engine(settings, folder, metrics)
-        stack.callback(store.close)
+        parts = open_parts(settings, metrics)
+        stack.callback(parts.close)
         leases = LeaseKeeper(queue, lease_s=settings.lease_s)
         stack.callback(leases.close)
         context = StageContext(
             settings=settings,
             queue=queue,
             documents=documents,
-            engine=engine,
-            kv=store.catalog,
-            prompts=model.prompts,
-            model_id=model.id,
+            engine=parts.engine,
+            kv=parts.kv,
+            prompts=parts.model.prompts,
+            model_id=parts.model.id,
             leases=leases,
             metrics=metrics,
             secret=load_secret(settings.data_dir),
             clock=time.time,
         )
-        presence = Presence(settings.data_dir, digests={fidelity: engine.digest(fidelity) for fidelity in FIDELITIES})
+        presence = Presence(settings.data_dir, parts.engine)
         stack.callback(presence.close)
-        housekeeper = Housekeeper(
-            settings.data_dir,
-            queue=queue,
-            documents=documents,
-            kv=store.catalog,
-            metrics=metrics,
-            clock=time.time,
-            beat=presence.beat,
-        )
+        housekeeper = Housekeeper(context, documents, parts.kv)
         housekeeper.sweep_orphans()
+
+        def chores() -> None:
+            presence.beat()
+            parts.report()
+            housekeeper.tick()
+
         scheduler = Scheduler(context, name)
-        ingests = IngestLoop(context, name, ingest, tokenizer_file=folder / "tokenizer.json", paused=scheduler.alone)
+        ingests = IngestLoop(context, name, ingest, tokenizer_file=parts.tokenizer_file, paused=scheduler.alone)
         with _stopped_by_signals(scheduler):
             presence.beat()
-            stack.callback(Timer("housekeeping", TICK_S, housekeeper.tick).close)
+            stack.callback(Timer("housekeeping", TICK_S, chores).close)
             ingests.start()
             stack.callback(ingests.close)
-            log.info("worker %s is ready: %s", name, model.id)
+            log.info("worker %s is ready: %s", name, parts.model.id)
             try:
                 scheduler.run()
             except EngineBroken as error:
@@ -102,35 +93,6 @@ def run_worker(settings: Settings) -> int:
                 return EXIT_BROKEN
         log.info("worker %s ends", name)
     return 0
-
-
-def _open_engine(settings: Settings, folder: Path, metrics: Metrics) -> tuple[Engine, LocalKVStore]:
-    from engine.engine import open_engine  # loads torch
-
-    stores: list[LocalKVStore] = []
-
-    def open_store(layout: KVLayout) -> LocalKVStore:
-        store = LocalKVStore(
-            settings.data_dir / "kv",
-            layout,
-            DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes),
-            host_bytes=settings.kv_host_bytes,
-            counters=Counters(metrics.kv_counted),
-        )
-        stores.append(store)
-        return store
-
-    engine = open_engine(
-        folder,
-        open_store,
-        resume_dir=settings.data_dir / "resume",
-        resume_bytes=settings.resume_bytes,
-        checkpoint_s=settings.checkpoint_s,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-    )
-    return engine, stores[0]
 
 
 @contextmanager
@@ -154,7 +116,7 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(f"the server process {parent} is gone")
 
 
-def main() -> int:
+def main(open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_parts) -> int:
     """What `service.serve` starts: settings from the environment."""
     parser = argparse.ArgumentParser(prog="foreword worker")
     parser.add_argument("--parent", type=int, help="end when this process ends")
@@ -164,7 +126,7 @@ def main() -> int:
     settings = Settings()
     configure_logging(settings.log_level)
     try:
-        return run_worker(settings)
+        return run_worker(settings, open_parts)
     except (ModelError, ValueError) as error:
         log.error("%s", error)
         return EXIT_UNUSABLE

@@ -1,0 +1,65 @@
+"""The engine as the worker opens it: model, KV store and prompt format that belong together. Loads torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine.interfaces import Engine, KVLayout
+from engine.kv_store import Counters, DiskLimits, LocalKVStore
+from engine.model_folder import resolve_model
+from service.housekeeping import KVChores
+from service.metrics import Metrics
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.stages.context import KVHolders
+
+
+class KVAdministration(KVHolders, KVChores, Protocol):
+    """What stages and chores need of the KV store (engine.kv_store.KVCatalog)."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    engine: Engine
+    kv: KVAdministration
+    model: ServedModel
+    tokenizer_file: Path
+    report: Callable[[], None]  # puts what only the engine knows into the metrics
+    close: Callable[[], None]
+
+
+def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
+    """Raises ModelError, ValueError (an unknown device or dtype), OSError, KVError."""
+    from engine.engine import open_engine
+    from kernels.dispatch import paths
+
+    folder = resolve_model(settings.model, cache_dir=settings.cache_dir)
+    model = ServedModel.load(settings.model, folder)
+    stores: list[LocalKVStore] = []
+
+    def open_store(layout: KVLayout) -> LocalKVStore:
+        limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
+        counters = Counters(metrics.kv_counted)
+        store = LocalKVStore(
+            settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes, counters=counters
+        )
+        stores.append(store)
+        return store
+
+    def report() -> None:
+        for op, (path, _) in paths().items():
+            metrics.kernel_path.labels(op, path).set(1)
+
+    engine = open_engine(
+        folder,
+        open_store,
+        resume_dir=settings.data_dir / "resume",
+        resume_bytes=settings.resume_bytes,
+        checkpoint_s=settings.checkpoint_s,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+    )
+    (store,) = stores
+    return EngineParts(engine, store.catalog, model, folder / "tokenizer.json", report, store.close)
