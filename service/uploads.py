@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 CHECK_BYTES = 16 << 20  # so much may be written between two looks at the room left
+UNLOCKED_S = 60.0
 _LOCK = "owner"
 
 
@@ -145,9 +147,12 @@ class UploadStore:
     def sweep(self) -> int:
         """Remove what dead processes left: half uploads, and whole ones that no record names. Returns how many."""
         removed = 0
-        for folder in [*self._incoming.iterdir(), *self._root.iterdir()]:
+        for folder in [*self._incoming.iterdir(), *self._kept()]:
             lock = folder / _LOCK
-            if folder == self._incoming or not lock.is_file():
+            if not lock.is_file():
+                # Complete, or so young that its lock is still to come.
+                if folder.parent == self._incoming and time.time() - folder.stat().st_mtime > UNLOCKED_S:
+                    shutil.rmtree(folder, ignore_errors=True)
                 continue
             with lock.open("rb+") as handle:
                 try:
@@ -162,6 +167,9 @@ class UploadStore:
         if removed:
             log.warning("removed %d uploads that were never completed", removed)
         return removed
+
+    def _kept(self) -> list[Path]:
+        return [folder for folder in self._root.iterdir() if folder != self._incoming]
 
     def _open(self, upload_id: str, tenant: str) -> Upload:
         folder = self._incoming / upload_id
