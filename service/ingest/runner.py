@@ -34,8 +34,8 @@ def ingest(
     """Turn `sources` into one document in `out_dir`; see the package's docstring.
 
     `progress` gets (fraction 0–1, what is being read) from time to time, in the calling thread; what it raises ends
-    the ingest and is passed on. With `base_manifest` unchanged files keep the base's order and changed or new ones go to
-    the end. Raises IngestError; `out_dir` is then as it was.
+    the ingest and is passed on. With `base_manifest` unchanged files keep the base's order and changed or new ones
+    go to the end. Raises IngestError; `out_dir` is then as it was.
     """
     if not sources:
         raise IngestError("empty_input", "no file was given")
@@ -45,6 +45,7 @@ def ingest(
         if not source.path.exists():
             raise IngestError("not_found", f"there is no file or directory {str(source.path)!r}")
     limits, options = limits or IngestLimits(), options or IngestOptions()
+    out_dir = out_dir.absolute()
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".ingest-", dir=out_dir.parent, ignore_cleanup_errors=True) as scratch_name:
@@ -150,7 +151,7 @@ def _crash(returncode: int, stderr: str, limits: IngestLimits) -> IngestError:
             "ingest_memory", f"reading needs more than the limit of {limits.memory_bytes} bytes of memory"
         )
     cause = f"signal {-returncode}" if returncode < 0 else f"exit status {returncode}"
-    last = stderr.strip().splitlines()[-1] if stderr.strip() else "no message"
+    last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
     return IngestError("ingest_failed", f"the reading process ended with {cause}: {last[:300]}")
 
 

@@ -24,7 +24,7 @@ RETURN = 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE = 0x00050000 | errno.EPERM
 
-# architecture → (AUDIT_ARCH_*, socket, execve, execveat, ptrace, io_uring_setup, process_vm_writev, bpf, keyctl, mount)
+# machine → (AUDIT_ARCH_*, numbers of its system calls)
 ARCHITECTURES: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,

@@ -1,0 +1,186 @@
+"""What a file is, by its first bytes; its name only decides where bytes can't (a mail, a transcript)."""
+
+import re
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+Format = Literal[
+    "empty",
+    "text",
+    "binary",
+    "image",
+    "pdf",
+    "docx",
+    "xlsx",
+    "pptx",
+    "odf",
+    "epub",
+    "rtf",
+    "ole",
+    "zip",
+    "tar",
+    "compressed",
+    "git_bundle",
+    "archive_unsupported",
+]
+ARCHIVES: frozenset[Format] = frozenset({"zip", "tar", "compressed", "git_bundle", "archive_unsupported"})
+DOCUMENTS: frozenset[Format] = frozenset({"pdf", "docx", "xlsx", "pptx", "odf", "epub", "rtf", "ole", "image"})
+
+MAGIC: tuple[tuple[bytes, Format], ...] = (
+    (b"PK\x03\x04", "zip"),
+    (b"PK\x05\x06", "zip"),
+    (b"PK\x07\x08", "zip"),
+    (b"\x1f\x8b", "compressed"),
+    (b"BZh", "compressed"),
+    (b"\xfd7zXZ\x00", "compressed"),
+    (b"\x28\xb5\x2f\xfd", "compressed"),
+    (b"# v2 git bundle\n", "git_bundle"),
+    (b"# v3 git bundle\n", "git_bundle"),
+    (b"7z\xbc\xaf\x27\x1c", "archive_unsupported"),
+    (b"Rar!\x1a\x07", "archive_unsupported"),
+    (b"MSCF\x00\x00\x00\x00", "archive_unsupported"),
+    (b"xar!", "archive_unsupported"),
+    (b"LZIP", "archive_unsupported"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "ole"),
+    (b"{\\rtf", "rtf"),
+    (b"II*\x00", "image"),
+    (b"MM\x00*", "image"),
+    (b"\x89PNG\r\n\x1a\n", "image"),
+    (b"\xff\xd8\xff", "image"),
+    (b"GIF87a", "image"),
+    (b"GIF89a", "image"),
+    (b"BM", "image"),
+)
+PDF_SEARCH_BYTES = 1024  # viewers accept junk before the header up to here
+# Control characters that text doesn't hold; tab, newline, form feed, return, escape and backspace it may.
+CONTROLS = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
+
+
+def sniff(head: bytes, name: str) -> Format:
+    """Format of a file that begins with `head` (its first 256 KiB, or all of it)."""
+    if not head:
+        return "empty"
+    for magic, found in MAGIC:
+        if head.startswith(magic) and not (magic == b"BM" and not _is_bmp(head)):
+            return found
+    if b"%PDF-" in head[:PDF_SEARCH_BYTES] and not _looks_like_source(head, name):
+        return "pdf"
+    if is_tar_header(head):
+        return "tar"
+    if head[:8].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{\\rtf"):
+        return "rtf"
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return "image"
+    return "text" if looks_like_text(head) else "binary"
+
+
+def _is_bmp(head: bytes) -> bool:
+    return len(head) > 26 and head[6:10] == b"\0\0\0\0" and head[14:18] in (b"\x28\0\0\0", b"\x7c\0\0\0", b"\x6c\0\0\0")
+
+
+def _looks_like_source(head: bytes, name: str) -> bool:
+    """A program that mentions `%PDF-` in its first kilobyte is no PDF: those have objects, and start the line with it."""
+    at = head.find(b"%PDF-")
+    starts_line = at == 0 or head[at - 1 : at] in (b"\n", b"\r") or not looks_like_text(head[:at])
+    version = re.match(rb"%PDF-\d\.\d", head[at : at + 8])
+    return not (starts_line and version and b"obj" in head)
+
+
+def is_tar_header(block: bytes) -> bool:
+    """By the header's checksum, so that old tars without `ustar` count too."""
+    if len(block) < 512 or not block[0]:
+        return False
+    try:
+        told = int(block[148:156].strip(b" \0") or b"x", 8)
+    except ValueError:
+        return False
+    return told == sum(block[:148]) + 8 * 32 + sum(block[156:512])
+
+
+def looks_like_text(data: bytes) -> bool:
+    """No control characters that text doesn't hold, or UTF-16/32 by its mark or its pattern of NULs."""
+    if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")):
+        return True
+    if utf16_without_mark(data):
+        return True
+    controls = len(CONTROLS.findall(data))
+    return controls == 0 or (controls <= max(1, len(data) // 2000) and _mostly_printable(data))
+
+
+def _mostly_printable(data: bytes) -> bool:
+    """A stray NUL or two in otherwise plain text: a log, an old mailbox."""
+    sample = data[:65536]
+    high = sum(b >= 0x80 for b in sample)
+    if high == 0:
+        return True
+    try:
+        sample.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start >= len(sample) - 3
+    return True
+
+
+def utf16_without_mark(data: bytes) -> Literal["utf-16-le", "utf-16-be"] | None:
+    """UTF-16 text of a mostly Latin script has a NUL in every other byte, and only there."""
+    sample = data[: min(len(data), 65536) & ~1]
+    if len(sample) < 4:
+        return None
+    even, odd = sample[0::2].count(0), sample[1::2].count(0)
+    half = len(sample) // 2
+    encoding: Literal["utf-16-le", "utf-16-be"]
+    if odd > half * 0.4 and even <= half * 0.02:
+        encoding, low = "utf-16-le", sample[0::2]
+    elif even > half * 0.4 and odd <= half * 0.02:
+        encoding, low = "utf-16-be", sample[1::2]
+    else:
+        return None
+    if CONTROLS.search(bytes(b for b in low if b)):
+        return None
+    try:
+        text = sample.decode(encoding)
+    except UnicodeDecodeError as error:
+        if error.start < len(sample) - 2:
+            return None
+        text = sample[: error.start].decode(encoding)
+    return encoding if "\x00" not in text else None
+
+
+OFFICE_PARTS: tuple[tuple[str, Format], ...] = (("word/", "docx"), ("xl/", "xlsx"), ("ppt/", "pptx"))
+OFFICE_SUFFIXES: dict[str, Format] = {
+    ".docx": "docx",
+    ".docm": "docx",
+    ".dotx": "docx",
+    ".xlsx": "xlsx",
+    ".xlsm": "xlsx",
+    ".pptx": "pptx",
+    ".pptm": "pptx",
+    ".ppsx": "pptx",
+    ".odt": "odf",
+    ".ods": "odf",
+    ".odp": "odf",
+    ".ott": "odf",
+    ".epub": "epub",
+}
+
+
+def refine_zip(path: Path, name: str) -> Format:
+    """An office document is a zip with known parts; a name that promises one makes it one (a broken one, maybe)."""
+    promised = OFFICE_SUFFIXES.get(Path(name).suffix.lower())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = set(archive.namelist())
+            if "mimetype" in names:
+                with archive.open("mimetype") as file:
+                    declared = file.read(100)
+                if declared.startswith(b"application/vnd.oasis.opendocument."):
+                    return "odf"
+                if declared.startswith(b"application/epub"):
+                    return "epub"
+            if "[Content_Types].xml" in names:
+                for prefix, found in OFFICE_PARTS:
+                    if any(n.startswith(prefix) for n in names):
+                        return found
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError, EOFError):
+        return promised or "zip"
+    return promised or "zip"
