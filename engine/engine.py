@@ -41,7 +41,7 @@ class LocalEngine:
         rates: MachineRates | None = None,
     ) -> None:
         """Raises ModelError where a head config is another model's."""
-        self._model, self._decode, self._store = model, decode, store
+        self._model, self._decode, self.store = model, decode, store
         self._resume, self._checkpoint_s = resume, checkpoint_s
         self._sparse = sparse or SparseSettings()
         if self._sparse.head_config is not None:
@@ -67,8 +67,8 @@ class LocalEngine:
         ).hex
 
     def cached_tokens(self, tokens: TokenIds, *, salt: bytes, fidelity: Fidelity) -> int:
-        chain = self._chain(tokens, salt, fidelity)
-        stored = self._store.match(chain)
+        chain = self.chain(tokens, salt, fidelity)
+        stored = self.store.match(chain)
         return chain[stored - 1].end if stored else 0
 
     def start_prefill(self, request: PrefillRequest) -> LayerMajorPrefill:
@@ -79,8 +79,8 @@ class LocalEngine:
             raise ContextTooLong(len(request.tokens), self.max_positions)
         return LayerMajorPrefill(
             self._model,
-            self._store,
-            self._chain(request.tokens, request.salt, request.fidelity),
+            self.store,
+            self.chain(request.tokens, request.salt, request.fidelity),
             request,
             for_fidelity(self._sparse, request.fidelity),
             resume=self._resume,
@@ -98,21 +98,22 @@ class LocalEngine:
             raise ContextTooLong(total, self.max_positions)
         if len(request.prefix) == 0:
             return DenseAnswer(self._model, request, None, self._decode, lambda: None)
-        chain = self._chain(request.prefix, request.salt, request.fidelity)
+        chain = self.chain(request.prefix, request.salt, request.fidelity)
         prefix = self._share(chain)
         return DenseAnswer(self._model, request, prefix, self._decode, lambda: self._unshare(chain[-1].key, prefix))
 
-    def _chain(self, tokens: TokenIds, salt: bytes, fidelity: Fidelity) -> list[Segment]:
+    def chain(self, tokens: TokenIds, salt: bytes, fidelity: Fidelity) -> list[Segment]:
+        """The keyed segments under which the KV of `tokens` is stored."""
         return segment_chain(tokens, salt=salt, digest=self.digest(fidelity))
 
     def _share(self, chain: list[Segment]) -> PrefixKV:
         key = chain[-1].key
         prefix = self._prefixes.get(key)
         if prefix is None:
-            stored = self._store.match(chain)
+            stored = self.store.match(chain)
             if stored < len(chain):
                 raise KVMissing(f"KV of {stored} of {len(chain)} segments is stored: prefill the prefix first")
-            prefix = self._prefixes[key] = PrefixKV(self._model, self._store, chain)
+            prefix = self._prefixes[key] = PrefixKV(self._model, self.store, chain)
         prefix.holders += 1
         return prefix
 

@@ -71,9 +71,11 @@ class LayerMajorPrefill:
             raise Cancelled("this prefill was cancelled or suspended")
         started = time.monotonic()
         with torch.inference_mode():
-            while time.monotonic() - started < STEP_S:
-                if not self._advance():
-                    return False
+            while self._advance():
+                if time.monotonic() - started >= STEP_S:
+                    break
+            else:
+                return False
         self._busy_s += time.monotonic() - started
         return True
 

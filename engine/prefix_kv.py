@@ -15,7 +15,7 @@ _MARGIN_BYTES = 256 << 20
 
 
 class PrefixKV:
-    """`layer(i)` is [2, kv_heads, tokens, head_dim]. Lives while an answer holds it; the lease ends when all is read."""
+    """`layer(i)` is [2, kv_heads, tokens, head_dim]. Lives while an answer holds it; all read, the lease ends."""
 
     def __init__(self, model: Model, store: KVStore, chain: list[Segment]) -> None:
         """Raises KVMissing, OutOfMemory."""

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 
+# What the attention kernels take.
+HEAD_DIMS = (64, 96, 128, 256)
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -108,6 +110,8 @@ def spec_from_config(config: dict[str, Any], *, eos_ids: int | list[int] | None 
         raise ModelError(f"config.json of a {family} model lacks or mangles a field: {error!r}") from error
     if spec.heads % spec.kv_heads:
         raise ModelError(f"{spec.heads} query heads do not divide into {spec.kv_heads} KV heads")
+    if spec.head_dim not in HEAD_DIMS:
+        raise ModelError(f"head_dim {spec.head_dim} is not supported; expected one of {HEAD_DIMS}")
     return spec
 
 
