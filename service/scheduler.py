@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWERS = 8
 MAX_PREFILLS = 2  # a long one, and a short one that overtakes it
 IDLE_S = 0.5
+PARKED_S = 0.02
 
 
 class EngineBroken(Exception):
@@ -35,7 +36,9 @@ class Scheduler:
         self._runs = PrefillRuns()
         self._parked: Job | None = None
         self._stop = threading.Event()
-        self.alone = threading.Event()  # set while a job that may have killed its workers runs: nothing beside it
+        # A job that may have killed its workers runs by itself: no other is started, and no ingest beside it.
+        self.alone = threading.Event()
+        self.ingesting = threading.Event()  # set by the ingest loop
 
     def stop(self) -> None:
         """Suspend and release everything at the next step; safe in a signal handler."""
@@ -51,10 +54,16 @@ class Scheduler:
                 if run := self._runs.next():
                     self._step_prefill(run)
                 elif not self._answers:
-                    self._context.queue.wait(IDLE_S, ("answer", "prefill"))
+                    self._idle()
             self._runs.suspend()  # what prefills have computed is kept for whoever goes on
         finally:
             self._release()
+
+    def _idle(self) -> None:
+        if self._parked is not None:
+            self._stop.wait(PARKED_S)
+        else:
+            self._context.queue.wait(IDLE_S, ("answer", "prefill"))
 
     # --- claiming ----------------------------------------------------------------------------------------------
 
@@ -89,7 +98,7 @@ class Scheduler:
     def _start_parked(self) -> None:
         assert self._parked is not None
         self.alone.set()
-        if not self._tasks():
+        if not self._tasks() and not self.ingesting.is_set():
             job, self._parked = self._parked, None
             self._start(job)
 

@@ -79,7 +79,14 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             housekeeper.tick()
 
         scheduler = Scheduler(context, name)
-        ingests = IngestLoop(context, name, ingest, tokenizer_file=parts.tokenizer_file, paused=scheduler.alone)
+        ingests = IngestLoop(
+            context,
+            name,
+            ingest,
+            tokenizer_file=parts.tokenizer_file,
+            paused=scheduler.alone,
+            busy=scheduler.ingesting,
+        )
         with _stopped_by_signals(scheduler):
             presence.beat()
             stack.callback(Timer("housekeeping", TICK_S, chores).close)

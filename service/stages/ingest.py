@@ -23,6 +23,7 @@ from service.stages.prefill import prefill_id
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.5
+PAUSED_S = 0.05
 PROGRESS_S = 0.5
 QUESTION_TOKENS = 256  # room kept for a question beside the answer's max_tokens
 
@@ -47,13 +48,22 @@ class IngestLoop:
     """Takes one ingest after the other, in a thread of its own: a long prefill never holds up an upload."""
 
     def __init__(
-        self, context: StageContext, worker: str, ingest: Ingest, *, tokenizer_file: Path, paused: threading.Event
+        self,
+        context: StageContext,
+        worker: str,
+        ingest: Ingest,
+        *,
+        tokenizer_file: Path,
+        paused: threading.Event,
+        busy: threading.Event,
     ) -> None:
+        """`busy` is set while an ingest runs; none begins while `paused` is."""
         self._context = context
         self._worker = worker
         self._ingest = ingest
         self._tokenizer_file = tokenizer_file
         self._paused = paused
+        self._busy = busy
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
@@ -68,21 +78,26 @@ class IngestLoop:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                job = None if self._paused.is_set() else self._claim()
-                if job is None:
-                    self._stop.wait(0.05) if self._paused.is_set() else self._context.queue.wait(IDLE_S, ["ingest"])
-                else:
-                    with log_fields(job_id=job.id, request_id=job.payload.get("request_id"), stage="ingest"):
-                        self._do(job)
+                if not self._take_one():
+                    self._stop.wait(PAUSED_S) if self._paused.is_set() else self._context.queue.wait(IDLE_S, ["ingest"])
             except Exception:  # the thread must outlive a store that is away
                 log.exception("the ingest loop goes on after an error")
                 self._stop.wait(1.0)
 
-    def _claim(self) -> Job | None:
-        job = self._context.queue.claim(self._worker, ["ingest"], lease_s=self._context.settings.lease_s)
-        if job is not None:
+    def _take_one(self) -> bool:
+        self._busy.set()  # before looking at `paused`: whoever sets that then looks at this
+        try:
+            if self._paused.is_set():
+                return False
+            job = self._context.queue.claim(self._worker, ["ingest"], lease_s=self._context.settings.lease_s)
+            if job is None:
+                return False
             self._context.leases.hold(job)
-        return job
+            with log_fields(job_id=job.id, request_id=job.payload.get("request_id"), stage="ingest"):
+                self._do(job)
+            return True
+        finally:
+            self._busy.clear()
 
     def _do(self, job: Job) -> None:
         context = self._context

@@ -30,7 +30,7 @@ from service.served_model import ServedModel
 from service.settings import Settings
 
 LAYERS = 10
-STEP_S = 0.02
+STEP_S = 0.005
 
 
 @dataclass
@@ -62,7 +62,7 @@ class FakeEngine:
     def __init__(self, kv: FakeKV, decode: Callable[[Sequence[int]], str], resume: Path) -> None:
         self.kv, self.decode, self.resume = kv, decode, resume
         self.steps: list[tuple[str, str]] = []  # (kind, owner or question) of every step, in order
-        self.prefills: list["FakePrefill"] = []
+        self.prefills: list[FakePrefill] = []
 
     def digest(self, fidelity: Fidelity) -> str:
         return f"digest-{fidelity}"
@@ -154,7 +154,7 @@ class FakeAnswer:
 
     def step(self) -> AnswerDelta:
         self.engine.steps.append(("answer", str(self.completion_tokens)))
-        time.sleep(STEP_S / 4)
+        time.sleep(STEP_S / 2)
         word = self.words[self.completion_tokens]
         self.completion_tokens += 1
         if self.completion_tokens == len(self.words):
