@@ -54,6 +54,7 @@ class KVCatalog:
         counters: Counters | None = None,
         orphan_ttl_s: float = 6 * 3600.0,
         clock: Clock = time.time,
+        open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
     ) -> None:
         """Opens `folder`, making it if needed, and puts it in order. Raises OSError, KVError."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,8 @@ class KVCatalog:
         session_folder = folder / "sessions"
         self._session = Session(session_folder)
         self.session = self._session.id
-        self.blocks = BlockFolder(folder / "blocks")
+        self._closed = False
+        self.blocks = open_blocks(folder / "blocks")
         self.index = Index(folder / "index.sqlite3", session_folder)
         self.space = DiskSpace(self.index, self.blocks, limits, self.counters)
         with self.index.transaction() as db:
@@ -222,6 +224,10 @@ class KVCatalog:
         return set(sizes) - known
 
     def close(self) -> None:
+        """End this process's leases; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
         with self.index.transaction() as db:
             end_session(db, self.session)
         self.index.close()

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from engine.chain import Segment
 from engine.errors import KVMissing
 from engine.interfaces import KVLayout, KVReader, KVWriter
+from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.buffers import BufferPool, Bytes, plain_memory
 from engine.kv_store.catalog import Clock, KVCatalog
 from engine.kv_store.counters import Counters
@@ -47,11 +48,14 @@ class LocalKVStore:
         orphan_ttl_s: float = 6 * 3600.0,
         clock: Clock = time.time,
         allocate: Callable[[int], Bytes] = plain_memory,
+        open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
     ) -> None:
         """Raises ValueError for an impossible layout, OSError, KVError."""
         check_layout(layout)
         self.layout = layout
-        self.catalog = KVCatalog(folder, limits, counters=counters, orphan_ttl_s=orphan_ttl_s, clock=clock)
+        self.catalog = KVCatalog(
+            folder, limits, counters=counters, orphan_ttl_s=orphan_ttl_s, clock=clock, open_blocks=open_blocks
+        )
         self.counters = self.catalog.counters
         self._io_threads = io_threads
         self._write_buffer_bytes = write_buffer_bytes
@@ -132,7 +136,7 @@ class LocalKVStore:
         return self.catalog.stored_bytes
 
     def close(self) -> None:
-        """Suspend writers, end this process's leases."""
+        """Suspend writers, end this process's leases; safe to call twice."""
         with self._writers_lock:
             for writer in list(self._writers.values()):
                 writer.suspend()

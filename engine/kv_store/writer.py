@@ -4,7 +4,7 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -119,9 +119,7 @@ class LocalWriter:
             raise ValueError(f"got layer {layer} of segment {segment}, expected layer {target.next_layer}")
         piece = _Piece(target, layer, data.tobytes())
         with self._condition:
-            while self._waiting_bytes and self._waiting_bytes + expected > self._buffer_bytes and self._error is None:
-                self._condition.wait()
-            self._raise_error()
+            self._wait_while(lambda: self._waiting_bytes > max(0, self._buffer_bytes - expected))
             self._lanes[segment % len(self._lanes)].append(piece)
             self._waiting_bytes += expected
             target.next_layer += 1
@@ -133,11 +131,8 @@ class LocalWriter:
 
     def flush(self) -> None:
         """Wait for the disk. Raises StorageFull, OSError."""
-        self._check_open()
         with self._condition:
-            while self._waiting_bytes and self._error is None:
-                self._condition.wait()
-            self._raise_error()
+            self._wait_while(lambda: self._waiting_bytes > 0)
 
     def commit(self) -> None:
         """Make the segments matchable. Raises KVError if layers are missing, StorageFull, OSError."""
@@ -167,13 +162,17 @@ class LocalWriter:
             self._end.abort(self._segments)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._stopping:
             raise ValueError("the writer is closed")
-        self._raise_error()
-
-    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _wait_while(self, blocked: Callable[[], bool]) -> None:
+        """Holding the condition; a failure is waited for until it is cleaned up, then raised."""
+        self._check_open()
+        while blocked() or self._failure is not None:
+            self._condition.wait()
+            self._check_open()
 
     def _stop(self) -> None:
         with self._condition:

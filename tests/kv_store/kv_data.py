@@ -14,6 +14,7 @@ LAYOUT = KVLayout(num_layers=5, bytes_per_token=2, layers_per_group=2)  # three 
 def chain(num_tokens: int, *, seed: int = 0, shared: int = 0) -> list[Segment]:
     """The chain of `num_tokens` random tokens; the first `shared` are the same for every seed."""
     tokens = np.random.default_rng(seed).integers(0, 1000, num_tokens, dtype=np.uint32)
+    shared = min(shared, num_tokens)
     tokens[:shared] = np.random.default_rng(99).integers(0, 1000, shared, dtype=np.uint32)
     return segment_chain(tokens, salt=b"salt", digest="digest")
 
