@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from engine.threads import share_cores
 from foreword.errors import code_of, refuse
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ FidelityOption = Annotated[
 
 def main() -> None:
     """Entry point: runs a command; what the user can mend ends with exit status 2 and one line of JSON."""
+    share_cores()
     try:
         sys.exit(app(standalone_mode=False))
     except _UsageError as error:

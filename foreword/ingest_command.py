@@ -94,7 +94,9 @@ def _print_summary(summary: IngestSummary, out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="foreword ingest", description="Read a folder, archive or document into tokens.")
+    parser = argparse.ArgumentParser(
+        prog="foreword ingest", description="Read a folder, archive or document into tokens."
+    )
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--kind", choices=KINDS, default="auto")

@@ -128,6 +128,7 @@ def main(open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_pa
     parser = argparse.ArgumentParser(prog="foreword worker")
     parser.add_argument("--parent", type=int, help="end when this process ends")
     arguments = parser.parse_args()
+    share_cores()
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
     settings = Settings()
