@@ -90,11 +90,37 @@ def ingest(
     out: Annotated[Path, typer.Option(help="Folder for document.txt, tokens.npy and manifest.json")],
     kind: KindOption = "auto",
     base: Annotated[Path | None, typer.Option(help="manifest.json whose order is kept for unchanged files")] = None,
+    include_generated: Annotated[bool, typer.Option(help="Keep generated, minified and lock files")] = False,
+    include_vendored: Annotated[bool, typer.Option(help="Keep vendored folders")] = False,
+    include_ignored: Annotated[bool, typer.Option(help="Keep what .gitignore rules leave out")] = False,
+    include_data: Annotated[bool, typer.Option(help="Keep data files whole")] = False,
+    mask_secrets: Annotated[bool, typer.Option(help="Replace suspected secrets by a mark")] = False,
+    mark_deletions: Annotated[bool, typer.Option(help="Show tracked deletions of DOCX files")] = False,
+    ocr: Annotated[
+        Literal["auto", "off"], typer.Option(help="Read scanned pages with tesseract if it is there")
+    ] = "auto",
 ) -> None:
     """Turn PATH into one exact token stream with a manifest."""
+    from engine.model_folder import resolve_model
     from foreword.ingest_command import ingest_command
+    from service.ingest import IngestLimits, IngestOptions
+    from service.settings import Settings
 
-    raise SystemExit(ingest_command(path, out, kind=kind, base=base))
+    settings = Settings().resolved()
+    options = IngestOptions(
+        include_generated=include_generated,
+        include_vendored=include_vendored,
+        include_ignored=include_ignored,
+        include_data=include_data,
+        mask_secrets=mask_secrets,
+        mark_deletions=mark_deletions,
+        ocr=ocr,
+    )
+    limits = IngestLimits(memory_bytes=settings.ingest_memory_bytes, timeout_s=settings.ingest_timeout_s)
+    tokenizer_file = resolve_model(settings.model, cache_dir=settings.cache_dir, weights=False) / "tokenizer.json"
+    raise SystemExit(
+        ingest_command(path, out, kind, base, tokenizer_file=tokenizer_file, limits=limits, options=options)
+    )
 
 
 @app.command()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from engine.errors import ModelError
+from engine.threads import share_cores
 from service.database import Database, database_path
 from service.documents.sqlite import SqliteDocuments
 from service.engine_parts import EngineParts, open_engine_parts
