@@ -44,6 +44,7 @@ class Model:
     head: torch.Tensor  # [vocabulary, hidden]; the embedding itself where tied
     inverse_frequencies: torch.Tensor  # [head_dim / 2] float32
     rope_factor: float
+    interleaved: bool  # the channels of q and k are ordered so that a rotary pair is adjacent
     weights_digest: str
 
     @property
@@ -63,29 +64,44 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     spec, place = load_spec(folder), torch.device(device)
     files = _files(folder)
     reader = _Reader(files, dtype, place)
+    # On a CPU adjacent pairs are complex numbers, turned by one multiplication; q·k doesn't see the order of channels.
+    interleaved = place.type == "cpu"
     try:
-        layers = tuple(_layer(reader.take, spec, index) for index in range(spec.num_layers))
+        layers = tuple(_layer(reader.take, spec, index, interleaved) for index in range(spec.num_layers))
         embedding = reader.take("model.embed_tokens.weight", spec.vocabulary, spec.hidden)
         norm = reader.take("model.norm.weight", spec.hidden)
         head = embedding if spec.tied_embeddings else reader.take("lm_head.weight", spec.vocabulary, spec.hidden)
     finally:
         reader.close()
     inverse, factor = frequencies(spec.rope, spec.head_dim, place)
-    return Model(spec, embedding, layers, norm, head, inverse, factor, _digest(files))
+    return Model(spec, embedding, layers, norm, head, inverse, factor, interleaved, _digest(files))
 
 
-def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int) -> LayerWeights:
+def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, interleaved: bool) -> LayerWeights:
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     rows = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     gate_up = ("gate_proj", "up_proj")
+
+    def projection(kind: str, *shape: int) -> torch.Tensor:
+        parts = [take(f"{attention}{name}.{kind}", size, *shape) for name, size in rows]
+        if interleaved:
+            parts[:2] = (_interleave(part, spec.head_dim) for part in parts[:2])
+        return torch.cat(parts)
+
+    def head_norm(name: str) -> torch.Tensor | None:
+        if not spec.qk_norm:
+            return None
+        weight = take(f"{attention}{name}.weight", spec.head_dim)
+        return _interleave(weight, spec.head_dim) if interleaved else weight
+
     return LayerWeights(
         input_norm=take(prefix + "input_layernorm.weight", spec.hidden),
-        qkv=torch.cat([take(f"{attention}{name}.weight", size, spec.hidden) for name, size in rows]),
-        qkv_bias=torch.cat([take(f"{attention}{name}.bias", size) for name, size in rows]) if spec.qkv_bias else None,
-        q_norm=take(attention + "q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-        k_norm=take(attention + "k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+        qkv=projection("weight", spec.hidden),
+        qkv_bias=projection("bias") if spec.qkv_bias else None,
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
         out=take(attention + "o_proj.weight", spec.hidden, q),
         out_bias=take(attention + "o_proj.bias", spec.hidden) if spec.out_bias else None,
         mlp_norm=take(prefix + "post_attention_layernorm.weight", spec.hidden),
@@ -96,6 +112,12 @@ def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int) -> La
         down=take(mlp + "down_proj.weight", spec.hidden, spec.intermediate),
         down_bias=take(mlp + "down_proj.bias", spec.hidden) if spec.mlp_bias else None,
     )
+
+
+def _interleave(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder each head's output channels [heads * head_dim, ...] from halves to adjacent pairs."""
+    halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _files(folder: Path) -> list[Path]:
