@@ -66,3 +66,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, row_offs
 def block_size(name: str, got: int) -> None:
     if got < 16 or got & (got - 1):
         raise ValueError(f"{name}: expected a power of two of at least 16, got {got}")
+
+
+def scale(got: float | None, head_dim: int) -> float:
+    """The factor of the scores, head_dim ** -0.5 where none is given. Online softmax takes maxima before it."""
+    if got is None:
+        return float(head_dim**-0.5)
+    if not got > 0:
+        raise ValueError(f"scale: expected a positive number, got {got}")
+    return got

@@ -33,11 +33,12 @@ def scoring_tile(head_dim: int, element_size: int, samples: int, key_block: int,
     """Tile of the block-wise log-sum-exp: a query tile, and staged keys without values."""
     width = 1 << (head_dim - 1).bit_length()
     rows = 128 if samples > 64 else max(16, 1 << (samples - 1).bit_length())
-    for most_keys, stages in ((128, 3), (128, 2), (64, 3), (64, 2), (32, 2), (32, 1)):
-        keys = min(most_keys, key_block)
-        if (rows + stages * keys) * width * element_size + _SLACK <= shared_bytes:
-            return Tile(rows, keys, 8 if rows == 128 else 4, stages)
-    return Tile(rows, 16, 4, 1)
+    # A whole key block is in flight per stage, however small the steps that it is multiplied in.
+    for most_rows, stages in ((128, 3), (128, 2), (64, 2), (64, 1), (16, 1)):
+        rows = min(rows, most_rows)
+        if (rows + stages * key_block) * width * element_size + _SLACK <= shared_bytes:
+            break
+    return Tile(rows, min(key_block, 128 if width <= 128 else 64), 8 if rows == 128 else 4, stages)
 
 
 def block_sparse_tile(q: torch.Tensor, packed_rows: int, key_block: int) -> Tile:

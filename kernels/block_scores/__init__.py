@@ -44,6 +44,6 @@ def block_scores(
         row_block,
         key_block,
         row_offset,
-        q.shape[2] ** -0.5 if scale is None else scale,
+        checks.scale(scale, q.shape[2]),
     )
     return masses

@@ -65,7 +65,7 @@ def block_scores(
         last = min(first + step, row_blocks)
         # Only the keys that these row blocks see: behind them the masses stay 0.
         seen = min(k_tokens, row_offset + last * row_block)
-        part = rows[:, first:last].reshape(kv_heads, -1)
+        part = rows[:, first:last].reshape(kv_heads, -1).contiguous()
         lse = block_lse(q, k[:, :seen], part, samples, key_block, row_offset, scale)
         fold_masses_kernel[(last - first, kv_heads)](
             lse, masses[first], part.shape[1], lse.shape[1], key_blocks,

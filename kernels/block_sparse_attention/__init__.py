@@ -51,6 +51,6 @@ def block_sparse_attention(
         checks.rows_contiguous(out=out)
     end = row_offset + tokens
     lse: torch.Tensor = dispatch.implementation("block_sparse_attention", q.device).block_sparse_attention(
-        q, k[:, :end], v[:, :end], lists, row_offset, head_dim**-0.5 if scale is None else scale, out
+        q, k[:, :end], v[:, :end], lists, row_offset, checks.scale(scale, head_dim), out
     )
     return out, lse

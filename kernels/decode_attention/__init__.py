@@ -68,7 +68,7 @@ def decode_attention(
     )
     checks.rows_contiguous(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
     result: tuple[torch.Tensor, torch.Tensor] = dispatch.implementation("decode_attention", q.device).decode_attention(
-        q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, head_dim**-0.5 if scale is None else scale
+        q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, checks.scale(scale, head_dim)
     )
     return result
 

@@ -23,6 +23,6 @@ def dense_attention(
     checks.attention(q, k, v, row_offset)
     end = row_offset + q.shape[0]
     result: tuple[torch.Tensor, torch.Tensor] = dispatch.implementation("dense_attention", q.device).dense_attention(
-        q, k[:, :end], v[:, :end], row_offset, q.shape[2] ** -0.5 if scale is None else scale
+        q, k[:, :end], v[:, :end], row_offset, checks.scale(scale, q.shape[2])
     )
     return result

@@ -29,6 +29,6 @@ def full_attention(
     checks.same_device(q=q, k=k, v=v)
     checks.rows_contiguous(q=q, k=k, v=v)
     result: tuple[torch.Tensor, torch.Tensor] = dispatch.implementation("full_attention", q.device).full_attention(
-        q, k, v, head_dim**-0.5 if scale is None else scale
+        q, k, v, checks.scale(scale, head_dim)
     )
     return result

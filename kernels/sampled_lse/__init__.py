@@ -39,6 +39,6 @@ def sampled_lse(
         rows.clamp(0, tokens - 1).contiguous(),
         lists,
         row_offset,
-        head_dim**-0.5 if scale is None else scale,
+        checks.scale(scale, head_dim),
     )
     return result
