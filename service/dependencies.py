@@ -19,7 +19,7 @@ from service.served_model import ServedModel
 from service.settings import Settings
 from service.uploads import UploadStore
 
-MAX_JSON_BYTES = 96 << 20  # a file given inline is a third larger in base64
+MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
 
 
 class KVDescriptions(Protocol):

@@ -142,7 +142,12 @@ def find_file(services: Services, tenant: str, file_id: str) -> FileRecord | Non
         record = services.documents.file(tenant, file_id)
     except UnknownRecord:
         return None
-    return None if record.expires_at is not None and record.expires_at <= time.time() else record
+    return None if has_expired(record) else record
+
+
+def has_expired(record: FileRecord) -> bool:
+    """Its time is over, whether or not it has been removed yet."""
+    return record.expires_at is not None and record.expires_at <= time.time()
 
 
 def get_file(services: Services, tenant: str, file_id: str) -> FileRecord:
@@ -179,7 +184,9 @@ def read_options(fields: dict[str, str], *, purpose_needed: bool) -> UploadOptio
     try:
         return UploadOptions.model_validate(values)
     except ValidationError as error:
-        raise from_validation(error) from error
+        wrong = from_validation(error)
+        wrong.param = _EXPIRY_FIELDS[1] if wrong.param == "expires_after_s" else wrong.param
+        raise wrong from error
 
 
 def new_id() -> str:

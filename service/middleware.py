@@ -57,11 +57,13 @@ class RequestScope:
                     translated = InternalError(f"The server failed on this request; its log has {request_id}.")
                 await translated.response()(scope, receive, send_with_id)
             finally:
-                self._count(scope, status, time.perf_counter() - started_at)
+                self._end(scope, status, time.perf_counter() - started_at)
 
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        """By route, not by path: ids would make a label a file."""
+    def _end(self, scope: Scope, status: int, seconds: float) -> None:
+        """Counted by route, not by path: ids would make a label of each file."""
         route = getattr(scope.get("route"), "path", "none")
+        level = logging.INFO if scope["path"].startswith("/v1/") else logging.DEBUG
+        log.log(level, "%s %s: %s after %.3f s", scope["method"], scope["path"], status or "client gone", seconds)
         self._metrics.http_requests.labels(scope["method"], route, str(status or "gone")).inc()
         self._metrics.http_seconds.labels(scope["method"], route).observe(seconds)
 

@@ -1,10 +1,11 @@
 """Records as users see them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from service.dependencies import Services
 from service.documents.base import DocumentRecord, FileRecord, Json, PrefillRecord, UnknownRecord
+from service.intake import has_expired
 from service.queue.base import Job, UnknownJob
 
 
@@ -33,13 +34,13 @@ def file_view(file: FileRecord) -> dict[str, Any]:
     }
 
 
-def page(items: Sequence[dict[str, Any]], *, limit: int) -> dict[str, Any]:
-    """A page in the OpenAI shape; `items` holds one more than `limit` where there is a next page."""
-    data = list(items[:limit])
+def page(records: Sequence[FileRecord], view: Callable[[FileRecord], dict[str, Any]], *, limit: int) -> dict[str, Any]:
+    """A page in the OpenAI shape; there is another if `records` hold more than `limit`. Expired ones are left out."""
+    data = [view(record) for record in records[:limit] if not has_expired(record)]
     return {
         "object": "list",
         "data": data,
-        "has_more": len(items) > limit,
+        "has_more": len(records) > limit,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
     }

@@ -60,7 +60,7 @@ def list_documents(
     after: str | None = None,
 ) -> dict[str, Any]:
     records = services.documents.files(tenant, limit=limit + 1, after=after, order=order, purpose=None)
-    return page([document_view(services, record) for record in records], limit=limit)
+    return page(records, lambda record: document_view(services, record), limit=limit)
 
 
 @router.get("/{any_id}")

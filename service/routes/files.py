@@ -34,7 +34,7 @@ def list_files(
     purpose: str | None = None,
 ) -> dict[str, Any]:
     records = services.documents.files(tenant, limit=limit + 1, after=after, order=order, purpose=purpose)
-    return page([file_view(record) for record in records], limit=limit)
+    return page(records, file_view, limit=limit)
 
 
 @router.get("/{file_id}")

@@ -4,8 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
+from starlette.status import HTTP_200_OK
 
 from service.dependencies import ServicesDep
+from service.errors import Unavailable
 from service.metrics import CONTENT_TYPE, StateCollector
 from service.queue.base import QueueError
 
@@ -34,7 +36,7 @@ def ready(services: ServicesDep) -> Response:
     checks["worker"] = {"ok": services.worker_seen()}
     ok = all(check["ok"] for check in checks.values())
     body = {"status": "ok" if ok else "unavailable", "checks": checks}
-    return JSONResponse(body, status_code=200 if ok else 503)
+    return JSONResponse(body, status_code=HTTP_200_OK if ok else Unavailable.status)
 
 
 @router.get("/metrics")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import uvicorn
 from openai import OpenAI
@@ -67,6 +68,10 @@ class FakeWorker(threading.Thread):
 
     def run(self) -> None:
         queue = self.server.queue
+        # Whoever held these died with the last server: nobody waits for their leases to end.
+        with self.server.database.write(durable=False) as connection:
+            connection.execute("UPDATE jobs SET lease_until = 0 WHERE state = 'running'")
+        queue.reclaim()
         while not self.stopping.is_set():
             kinds: list[JobKind] = ["answer", "prefill"] if self.hold_ingest else ["answer", "prefill", "ingest"]
             job = queue.claim("fake", kinds, lease_s=30)
@@ -216,11 +221,13 @@ class Server:
                 raise RuntimeError("the server ended while starting")
             time.sleep(0.01)
         self.url = f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
         self.worker.start()
         return self
 
     def stop(self) -> None:
         self.worker.stop()
+        self.http.close()
         for client in self._clients.values():
             client.close()
         self._uvicorn.should_exit = True
@@ -232,7 +239,7 @@ class Server:
         """One for each key: making one costs more than most requests."""
         if api_key not in self._clients:
             url = f"{self.url}/v1"
-            self._clients[api_key] = OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=20)
+            self._clients[api_key] = OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=60)
         return self._clients[api_key]
 
 

@@ -39,14 +39,14 @@ def test_wrong_and_missing_keys(server: Server) -> None:
         server.client("sk-wrong").models.list()
     assert error.value.code == "invalid_api_key"
     for headers in ({}, {"authorization": "Basic sk-ann"}, {"authorization": "Bearer"}):
-        answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+        answer = server.http.get("/v1/models", headers=headers)
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "invalid_request_error")
         assert answer.headers["x-request-id"]
 
 
 def test_health_and_metrics_need_no_key(server: Server) -> None:
     for path in ("/livez", "/readyz", "/startupz", "/metrics"):
-        assert httpx.get(server.url + path).status_code == 200
+        assert server.http.get(path).status_code == 200
 
 
 def test_tenants_do_not_see_each_other(server: Server) -> None:
@@ -68,8 +68,8 @@ def test_tenants_do_not_see_each_other(server: Server) -> None:
             call()
     for any_id in (file.id, document["document_id"]):
         for method, path in [("GET", ""), ("PATCH", ""), ("DELETE", ""), ("GET", "/events"), ("POST", "/verify")]:
-            url = f"{server.url}/v1/documents/{any_id}{path}"
-            assert httpx.request(method, url, headers=bearer).status_code == 404
+            url = f"/v1/documents/{any_id}{path}"
+            assert server.http.request(method, url, headers=bearer).status_code == 404
     assert bob.files.list().data == []
     same = bob.files.create(file=("a.txt", b"of ann"), purpose="user_data")
     bob.files.wait_for_processing(same.id, poll_interval=0.02)

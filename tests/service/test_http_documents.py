@@ -33,9 +33,8 @@ def client(server: Server) -> OpenAI:
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=10) as client:
-        yield client
+def http(server: Server) -> httpx.Client:
+    return server.http
 
 
 def upload(client: OpenAI, text: str, *, wait: bool = True, **fields: str) -> str:
@@ -46,7 +45,7 @@ def upload(client: OpenAI, text: str, *, wait: bool = True, **fields: str) -> st
 
 
 def until(http: httpx.Client, file_id: str, state: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (document := http.get(f"/v1/documents/{file_id}").json())["state"] != state:
         assert time.monotonic() < deadline, document
         time.sleep(0.02)

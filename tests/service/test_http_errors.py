@@ -21,9 +21,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=10) as client:
-        yield client
+def http(server: Server) -> httpx.Client:
+    return server.http
 
 
 JSON = {"content-type": "application/json"}
@@ -160,11 +159,11 @@ def test_many_waiting_streams_hold_nobody_up(server: Server) -> None:
         "messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}],
     }
     count, first_comments, answers = 80, threading.Semaphore(0), []
-    many = httpx.Client(timeout=30, limits=httpx.Limits(max_connections=count))
+    many = httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=count))
 
     def follow() -> None:
         text = ""
-        with many.stream("POST", server.url + CHAT, json=body) as response:
+        with many.stream("POST", CHAT, json=body) as response:
             for line in response.iter_lines():
                 if line.startswith(":") and not text:
                     first_comments.release()
@@ -177,7 +176,7 @@ def test_many_waiting_streams_hold_nobody_up(server: Server) -> None:
     for _ in range(count):
         assert first_comments.acquire(timeout=20)
     started = time.monotonic()
-    assert httpx.get(f"{server.url}/v1/files/{file.id}").json()["status"] == "uploaded"
+    assert server.http.get(f"/v1/files/{file.id}").json()["status"] == "uploaded"
     assert time.monotonic() - started < 2
     server.worker.prefill_gate.set()
     for thread in threads:

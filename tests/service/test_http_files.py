@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 
+from service.queue.base import UnknownJob
 from tests.service.http_fakes import Server, serving
 
 
@@ -87,13 +87,13 @@ def test_extra_fields_and_expiry(client: OpenAI, server: Server) -> None:
         ),
         (
             {"purpose": "user_data", "expires_after[anchor]": "created_at", "expires_after[seconds]": "0"},
-            "expires_after_s",
+            "expires_after[seconds]",
         ),
         ({}, "purpose"),
     ],
 )
 def test_wrong_fields_are_named(server: Server, fields: dict[str, str], param: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/files", data=fields, files={"file": ("a.txt", b"x")})
+    answer = server.http.post("/v1/files", data=fields, files={"file": ("a.txt", b"x")})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -106,7 +106,7 @@ def test_fields_may_follow_the_file(server: Server) -> None:
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nuser_data\r\n--b--\r\n'
     )
     headers = {"content-type": "multipart/form-data; boundary=b"}
-    answer = httpx.post(f"{server.url}/v1/files", content=body, headers=headers)
+    answer = server.http.post("/v1/files", content=body, headers=headers)
     assert answer.status_code == 200
     assert answer.json()["bytes"] == 5
 
@@ -118,11 +118,11 @@ def test_empty_upload(client: OpenAI) -> None:
 
 
 def test_batch_is_stored_and_never_ingested(client: OpenAI, server: Server) -> None:
-    jobs = sum(server.queue.counts().values())
     file = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")
     assert client.files.wait_for_processing(file.id).status == "processed"
     assert server.documents.file("local", file.id).ingest_job is None
-    assert sum(server.queue.counts().values()) == jobs
+    with pytest.raises(UnknownJob):
+        server.queue.get(f"ingest-{file.id}")
     messages: Any = [{"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}]
     with pytest.raises(BadRequestError, match="only stored"):
         client.chat.completions.create(model="default", messages=messages)
@@ -165,10 +165,10 @@ def test_expired_handle_is_gone(client: OpenAI, server: Server) -> None:
 
 def test_several_files_come_back_as_one_zip(server: Server, client: OpenAI) -> None:
     parts = [("file", ("src/a.py", b"a = 1")), ("file", ("../../b.py", b"b = 2"))]
-    document = httpx.post(f"{server.url}/v1/documents", files=parts).json()
+    document = server.http.post("/v1/documents", files=parts).json()
     archive = zipfile.ZipFile(io.BytesIO(client.files.content(document["id"]).read()))
     assert {name: archive.read(name) for name in archive.namelist()} == {"src/a.py": b"a = 1", "b.py": b"b = 2"}
-    answer = httpx.post(f"{server.url}/v1/files", data={"purpose": "user_data"}, files=parts)
+    answer = server.http.post("/v1/files", data={"purpose": "user_data"}, files=parts)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
 
 
@@ -194,7 +194,7 @@ def test_too_large_by_length_and_by_bytes(tmp_path: Path) -> None:
                 yield b"x" * (1 << 20)
 
         headers = {"content-type": "multipart/form-data; boundary=b"}
-        answer = httpx.post(f"{server.url}/v1/files", content=endless(), headers=headers)
+        answer = server.http.post("/v1/files", content=endless(), headers=headers)
         assert answer.status_code == 413
         assert not list((server.data_dir / "uploads" / ".incoming").iterdir())
         assert server.client().files.create(file=("ok", b"x" * (1 << 20)), purpose="user_data").bytes == 1 << 20
@@ -245,6 +245,15 @@ def test_parallel_uploads_are_all_kept(server: Server, client: OpenAI) -> None:
     ],
 )
 def test_damaged_bodies(server: Server, content_type: str, body: bytes, status: int, code: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/files", content=body, headers={"content-type": content_type})
+    answer = server.http.post("/v1/files", content=body, headers={"content-type": content_type})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert not list((server.data_dir / "uploads" / ".incoming").iterdir())
+
+
+def test_expired_handles_are_not_listed(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        client = server.client()
+        ids = [client.files.create(file=(f"{n}.txt", b"x"), purpose="user_data").id for n in range(4)]
+        server.documents.update_file(ids[1], {"expires_at": time.time() - 1})
+        assert [file.id for file in client.files.list(limit=1, order="asc").data] == ids[:1]
+        assert [file.id for file in client.files.list(limit=2, order="asc")] == [ids[0], *ids[2:]]

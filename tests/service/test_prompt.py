@@ -255,6 +255,36 @@ def test_template_can_reach_nothing_outside(source: str) -> None:
         ChatTemplate(source, special_tokens={}).render([{"role": "user", "content": "x"}])
 
 
+def test_dates_are_pinned() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }} {{ date_string }}", special_tokens={})
+    assert template.render([]) == "2024-07-26 26 Jul 2024"
+
+
 def test_template_with_a_syntax_error_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="line 1"):
         ChatTemplate("{% if %}", special_tokens={})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("document", [None, "The body.\n"])
+def test_token_for_token_what_transformers_makes_of_it(tmp_path: Path, family: str, document: str | None) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    form = load(tmp_path, family)
+    folder = tmp_path / family
+    bos, eos = BOS_EOS[family]
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token=bos, eos_token=eos)
+    theirs.chat_template = (folder / "chat_template.jinja").read_text()
+    head = "" if document is None else f"{OPEN_FIRST}{document}{CLOSE}"
+    turns = [("user", "  Why 1,000 $?\n"), ("assistant", "So.\n\nThen"), ("user", "x = {{ y }}  ")]
+    expected = theirs.apply_chat_template(
+        [{"role": role, "content": (head if n == 0 else "") + text} for n, (role, text) in enumerate(turns)],
+        add_generation_prompt=True,
+        return_dict=False,
+        date_string="26 Jul 2024",
+    )
+    prompt = form.chat_prompt(
+        [Message(role, text) for role, text in turns], [] if document is None else [tokens(form, document)]
+    )
+    ours = np.concatenate([prompt.prefix_ids, prompt.question_ids]).tolist()
+    assert ours == expected
