@@ -20,6 +20,8 @@ LOCAL_TENANT = "local"
 class AuthError(Exception):
     """The keys file can't be used, or the address to listen on needs one."""
 
+    code = "auth_error"
+
 
 class Limits(BaseModel):
     """None: no limit."""

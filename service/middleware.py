@@ -6,6 +6,7 @@ import secrets
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.auth import KeyRing, Principal, RateLimiter
@@ -45,7 +46,7 @@ class RequestScope:
         with log_fields(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
-            except ClientGone:
+            except (ClientGone, ClientDisconnect):
                 pass
             except Exception as error:
                 if status:

@@ -92,7 +92,7 @@ def test_half_an_upload_is_swept_at_the_next_start(tmp_path: Path) -> None:
         assert again.client().files.list().data == []
 
 
-def test_client_that_leaves_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+def test_client_that_leaves_in_the_middle_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(tmp_path) as server:
         incoming = server.data_dir / "uploads" / ".incoming"
 
@@ -109,6 +109,7 @@ def test_client_that_leaves_in_the_middle_leaves_nothing(tmp_path: Path) -> None
         while list(incoming.iterdir()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+    assert not caplog.records
 
 
 @pytest.fixture
