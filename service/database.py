@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from service.locks import exclusive
+from service.queue.base import QueueUnavailable
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 30.0
@@ -152,7 +153,7 @@ class SchemaTooNew(DatabaseError):
     """The file was written by a newer version of the program."""
 
 
-class DatabaseUnavailable(DatabaseError):
+class DatabaseUnavailable(DatabaseError, QueueUnavailable):
     """SQLite could not do it now: locked for too long, disk full, file unreadable. Nothing was written."""
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics, right with several processes: each writes its own files, a scrape of any of them adds all up.
 
 The library decides when it is imported whether values go to files, by PROMETHEUS_MULTIPROC_DIR: whoever starts a
-process sets that before this module is imported (`service.serve`). Files outlive a kill -9 of their process.
+process sets that before this module is imported (`service.metrics_folder`). Files outlive a kill -9 of their process.
 """
 
 import os
@@ -13,9 +13,9 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 
 from engine.interfaces import PrefillResult
+from service.metrics_folder import VARIABLE
 from service.queue.base import Queue
 
-MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3.5, 5, 7.5, 10, 15, 20, 35, 60, 120, 300, 600, 1200, 3600)
 STAGE_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600)
@@ -105,7 +105,7 @@ class Metrics:
 
     def render(self, *collectors: Collector) -> bytes:
         """The text of a scrape: this process's values, or all processes' where they share a folder."""
-        if MULTIPROCESS_DIR not in os.environ:
+        if VARIABLE not in os.environ:
             return generate_latest(self.registry) + generate_latest(_registry_of(collectors))
         registry = _registry_of(collectors)
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]

@@ -2,19 +2,17 @@
 
 import asyncio
 import logging
-import os
-import shutil
 import signal
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from service.auth import KeyRing, check_binding
 from service.database import Database, database_path
 from service.documents.sqlite import SqliteDocuments
 from service.locks import PidLock
 from service.logs import configure_logging
+from service.metrics_folder import begin_metrics
 from service.presence import Workers
 from service.queue.sqlite_queue import SqliteQueue
 from service.salt import load_secret
@@ -47,7 +45,7 @@ def serve(settings: Settings, command: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         stack.enter_context(PidLock(settings.data_dir / "foreword.lock"))
         listener = stack.enter_context(listen(settings.host, settings.port))
-        share_metrics(settings.data_dir / "metrics")
+        begin_metrics(settings.data_dir)
         load_secret(settings.data_dir)
         _serve(settings, keys, listener, command or worker_command(), stack)
 
@@ -119,10 +117,3 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise AddressInUse(f"can't listen on {host} port {port}: {error.strerror or error}") from error
     return listener
-
-
-def share_metrics(folder: Path) -> None:
-    """All processes of this server count into one folder. The counts of an earlier server end with it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)

@@ -19,6 +19,10 @@ class LeaseLost(QueueError):
     """The attempt's epoch is no longer the job's: another attempt owns it, or it was cancelled. Nothing was written."""
 
 
+class QueueUnavailable(QueueError):
+    """The queue's store can't do it now (unreachable, locked for too long, full). Nothing was written."""
+
+
 class UnknownJob(QueueError):
     """No job has this id."""
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from engine.errors import EngineError, InvalidRequest, ModelError, StorageFull
-from service.database import DatabaseUnavailable
 from service.documents.base import Json, UnknownRecord
 from service.ingest.base import IngestError
+from service.queue.base import QueueUnavailable
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def failure_of(error: Exception) -> Failure:
             return Failure({"code": error.code, "message": str(error)}, retry=True)
         case UnknownRecord():
             return _final("document_deleted", f"{error}: it was deleted before this could be done")
-        case DatabaseUnavailable():
+        case QueueUnavailable():
             return Failure({"code": "unavailable", "message": "the job store was unavailable"}, retry=True)
         case MemoryError():
             return Failure({"code": "out_of_memory", "message": "the worker ran out of memory"}, retry=True)

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from engine.interfaces import Fidelity, Prefill, PrefillRequest, PrefillResult
-from service.database import DatabaseUnavailable
 from service.payloads import PrefillPayload
-from service.queue.base import Effects, Job, LeaseLost, RecordChange
+from service.queue.base import Effects, Job, LeaseLost, QueueUnavailable, RecordChange
 from service.stages.context import StageContext, kv_policy
 
 log = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ def report_progress(context: StageContext, job: Job, reported_at: float, fractio
         return reported_at
     try:
         context.queue.progress(job, fraction, {"stage": "prefill", "eta_s": eta_s})
-    except (LeaseLost, DatabaseUnavailable) as error:
+    except (LeaseLost, QueueUnavailable) as error:
         # Others may wait for the same run; the scheduler finds out about this job by itself.
         log.info("progress of job %s not reported: %s", job.id, error)
     return now
