@@ -3,9 +3,12 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.errors import ModelError
 from service.prompt import CLOSE, OPEN_FIRST, OPEN_NEXT, Message, PromptFormat
@@ -288,3 +291,43 @@ def test_token_for_token_what_transformers_makes_of_it(tmp_path: Path, family: s
     )
     ours = np.concatenate([prompt.prefix_ids, prompt.question_ids]).tolist()
     assert ours == expected
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    family=st.sampled_from([*FAMILIES, "unsplittable"]),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(["system", "user", "assistant"]),
+            st.lists(
+                st.sampled_from(
+                    ["<|im_end|>", "<|im_", "end|>", "[INST]", "</s>", "<s>", "<|eot_id|>", "<tool_call>", "x0y"]
+                )
+                | st.text(max_size=4),
+                max_size=5,
+            ).map("".join),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_whatever_is_said_prefix_and_control_tokens_are_the_templates(
+    tmp_path_factory: pytest.TempPathFactory, family: str, turns: list[tuple[Any, str]]
+) -> None:
+    form = cached_format(tmp_path_factory, family)
+    document = tokens(form, "d")
+    control = list(form.tokenizer.control_ids.values())
+    messages = [Message(role, text) for role, text in turns]
+    harmless = [Message(role, "x" if text.strip() else text) for role, text in turns]
+    prompt, reference = form.chat_prompt(messages, [document]), form.chat_prompt(harmless, [document])
+    np.testing.assert_array_equal(prompt.prefix_ids, reference.prefix_ids)
+    assert [i for i in prompt.question_ids if i in control] == [i for i in reference.question_ids if i in control]
+
+
+_FORMATS: dict[str, PromptFormat] = {}
+
+
+def cached_format(tmp_path_factory: pytest.TempPathFactory, family: str) -> PromptFormat:
+    if family not in _FORMATS:
+        _FORMATS[family] = load(tmp_path_factory.mktemp("models"), family)
+    return _FORMATS[family]
