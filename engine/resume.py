@@ -66,14 +66,14 @@ class ResumeFolder:
     def _make_room(self, size: int, *, keep: Path) -> bool:
         """Remove files that no running prefill holds, the oldest first, until `size` fits under the cap."""
         files = sorted((f for f in self._folder.glob("*.resume") if f != keep), key=lambda f: f.stat().st_mtime)
-        used = sum(file.stat().st_blocks * 512 for file in files)
+        used = sum(file.stat().st_size for file in files)
         for file in files:
             if used + size <= self._cap:
                 break
             held = _lock(file)
             if held is None:
                 continue
-            used -= file.stat().st_blocks * 512
+            used -= file.stat().st_size
             file.unlink()
             os.close(held)
         return used + size <= self._cap
@@ -88,10 +88,20 @@ class ResumeFile:
             raise BlockingIOError(f"{path} is held by another process")
         self._path, self._file = path, descriptor
         self._key, self._bytes = bytes.fromhex(key), hidden_bytes
+        try:
+            self._prepare()
+        except OSError:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        """Keep what an earlier attempt at the same work left; drop anything else."""
         self._generation = max((header.generation for header in self._headers() if header), default=0)
-        if not any(header and header.key == self._key and header.size == hidden_bytes for header in self._headers()):
+        if not any(header and header.key == self._key and header.size == self._bytes for header in self._headers()):
             os.ftruncate(self._file, 0)
             self._generation = 0
+        # Its full length from the start, so that the cap counts what is still to be written.
+        os.ftruncate(self._file, _file_bytes(self._bytes))
 
     @property
     def layers_computed(self) -> int:
