@@ -126,6 +126,8 @@ class Assembler:
                 row.entry.warn(**message["warning"])
 
     def _is_worth_a_note(self, original: Row) -> bool:
+        if original.entry.format not in ("text", "empty"):
+            return original.entry.reason is None
         return original.entry.reason is None and original.num_chars > len(original.entry.path) + 40
 
     def _write_duplicate(self, row: Row, original: Row) -> None:

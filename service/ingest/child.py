@@ -33,7 +33,20 @@ PROGRESS_EVERY_S = 0.2
 MAX_IGNORED_TOLD = 1000
 # Reasons that name what is wrong with an input of one kind of fault; anything else is "nothing readable in it".
 SPEAKING_REASONS = frozenset(
-    ["archive_bomb", "archive_corrupt", "archive_encrypted", "archive_unsafe_path", "bundle_missing_prerequisite", "document_corrupt", "document_too_large", "empty_input", "needs_ocr", "password_required", "unsupported_archive", "unsupported_format"]
+    [
+        "archive_bomb",
+        "archive_corrupt",
+        "archive_encrypted",
+        "archive_unsafe_path",
+        "bundle_missing_prerequisite",
+        "document_corrupt",
+        "document_too_large",
+        "empty_input",
+        "needs_ocr",
+        "password_required",
+        "unsupported_archive",
+        "unsupported_format",
+    ]
 )
 SINGLE_FILE_REASONS = {
     "binary": "unsupported_format",

@@ -17,6 +17,7 @@ HTML_HEAD = re.compile(
     r"\A\ufeff?\s*(?:<\?xml[^>]{0,200}\?>\s*)?(?:<!--.{0,2000}?-->\s*)*<(?:!doctype\s+html|html)[\s>]", re.I | re.S
 )
 PAGE_TAG = re.compile(r"^[ \t]*<PAGE>[ \t]*(\S{0,20})[ \t]*$", re.MULTILINE)
+SUBMISSION_HEAD = re.compile(r"<(?:SEC-DOCUMENT|DOCUMENT|TYPE|TEXT)>|-----BEGIN PRIVACY-ENHANCED")
 UUENCODED = re.compile(r"^begin [0-7]{3} [^\n]{1,200}\n(?:[!-`]{1,61}\n){3,}`?\n?end$", re.MULTILINE)
 TIMING = re.compile(
     r"^\s*(?:(\d{1,3}):)?(\d{1,2}):(\d{2})[.,](\d{1,3})\s+-->\s+(?:\d{1,3}:)?\d{1,2}:\d{2}[.,]\d{1,3}.*$"
@@ -50,12 +51,16 @@ def paged(text: str) -> Iterator[Message]:
     if not starts:
         yield {"text": text}
         return
-    bounds = [(0, 0), *starts]
-    ends = [start for start, _ in starts] + [len(text)]
+    if PAGE_TAG.match(text, starts[0][0]) and SUBMISSION_HEAD.search(text[: starts[0][0]]):
+        # In a full submission the first <PAGE> opens page 1; what precedes it is the envelope.
+        yield {"text": text[: starts[0][0]]}
+        bounds, ends = starts, [start for start, _ in starts[1:]] + [len(text)]
+    else:
+        bounds, ends = [(0, 0), *starts], [start for start, _ in starts] + [len(text)]
     number = 0
     for (_, begin), end in zip(bounds, ends, strict=True):
         page = text[begin:end].strip("\n")
-        # A first tag at the very top opens page 1; a filing's header before it belongs to page 1 as well.
+        # A first tag at the very top opens page 1.
         if number == 0 and not page.strip() and len(ends) > 1:
             continue
         number += 1

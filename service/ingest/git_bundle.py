@@ -18,7 +18,26 @@ from service.ingest.spool import Budget, Entry, Spool
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024
 OBJECT_ID = re.compile(rb"^[0-9a-f]{40}(?:[0-9a-f]{24})?$")
-CONFIG = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "gc.auto=0", "-c", "maintenance.auto=false", "-c", "protocol.allow=never", "-c", "core.packedGitLimit=128m", "-c", "core.bigFileThreshold=8m", "-c", "pack.threads=1", "-c", "pack.windowMemory=64m"]
+CONFIG = [
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "gc.auto=0",
+    "-c",
+    "maintenance.auto=false",
+    "-c",
+    "protocol.allow=never",
+    "-c",
+    "core.packedGitLimit=128m",
+    "-c",
+    "core.bigFileThreshold=8m",
+    "-c",
+    "pack.threads=1",
+    "-c",
+    "pack.windowMemory=64m",
+]
 # What an unlabelled bundle is read from, in this order; then its first branch, then its first reference.
 DEFAULT_REFERENCES = ("HEAD", "refs/heads/main", "refs/heads/master")
 
@@ -148,7 +167,7 @@ class Repository:
         rows = [row for row in listing.split(b"\0") if row]
         budget.add_entry(len(rows))
         with subprocess.Popen(
-            self._command("cat-file", "--batch", "--buffer"),
+            self._command("cat-file", "--batch"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

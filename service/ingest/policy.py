@@ -7,18 +7,105 @@ from service.ingest.base import IngestOptions
 
 # Folders of other people's code. `vendor` and the like also hold own code in some projects: the switch is there for it.
 VENDORED = frozenset(
-    ["node_modules", "bower_components", "jspm_packages", "vendor", "vendored", "third_party", "third-party", "thirdparty", "site-packages", ".venv", "venv", "virtualenv", ".tox", ".nox", ".yarn", ".pnpm-store", "pods", "carthage", ".bundle", "godeps", "__pypackages__", "elm-stuff", "deps.vendor"]
+    [
+        "node_modules",
+        "bower_components",
+        "jspm_packages",
+        "vendor",
+        "vendored",
+        "third_party",
+        "third-party",
+        "thirdparty",
+        "site-packages",
+        ".venv",
+        "venv",
+        "virtualenv",
+        ".tox",
+        ".nox",
+        ".yarn",
+        ".pnpm-store",
+        "pods",
+        "carthage",
+        ".bundle",
+        "godeps",
+        "__pypackages__",
+        "elm-stuff",
+        "deps.vendor",
+    ]
 )
 CACHES = frozenset(
-    ["__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".gradle", ".next", ".nuxt", ".terraform"]
+    [
+        "__pycache__",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".pytest_cache",
+        ".ipynb_checkpoints",
+        ".gradle",
+        ".next",
+        ".nuxt",
+        ".terraform",
+    ]
 )
 LOCK_FILES = frozenset(
-    ["package-lock.json", "npm-shrinkwrap.json", "yarn.lock", "pnpm-lock.yaml", "pnpm-lock.yml", "bun.lock", "bun.lockb", "deno.lock", "poetry.lock", "pipfile.lock", "uv.lock", "pdm.lock", "pixi.lock", "conda-lock.yml", "cargo.lock", "go.sum", "go.work.sum", "gemfile.lock", "composer.lock", "mix.lock", "pubspec.lock", "podfile.lock", "package.resolved", "packages.lock.json", "paket.lock", "gradle.lockfile", "flake.lock", ".terraform.lock.hcl", "cartfile.resolved", "rebar.lock", "stack.yaml.lock", "cabal.project.freeze", "conan.lock", "chart.lock"]
+    [
+        "package-lock.json",
+        "npm-shrinkwrap.json",
+        "yarn.lock",
+        "pnpm-lock.yaml",
+        "pnpm-lock.yml",
+        "bun.lock",
+        "bun.lockb",
+        "deno.lock",
+        "poetry.lock",
+        "pipfile.lock",
+        "uv.lock",
+        "pdm.lock",
+        "pixi.lock",
+        "conda-lock.yml",
+        "cargo.lock",
+        "go.sum",
+        "go.work.sum",
+        "gemfile.lock",
+        "composer.lock",
+        "mix.lock",
+        "pubspec.lock",
+        "podfile.lock",
+        "package.resolved",
+        "packages.lock.json",
+        "paket.lock",
+        "gradle.lockfile",
+        "flake.lock",
+        ".terraform.lock.hcl",
+        "cartfile.resolved",
+        "rebar.lock",
+        "stack.yaml.lock",
+        "cabal.project.freeze",
+        "conan.lock",
+        "chart.lock",
+    ]
 )
 DATA_SUFFIXES = frozenset(
-    [".csv", ".tsv", ".psv", ".jsonl", ".ndjson", ".geojson", ".sql", ".log", ".arff", ".libsvm", ".svmlight", ".vcf", ".fasta", ".fa", ".pgn"]
+    [
+        ".csv",
+        ".tsv",
+        ".psv",
+        ".jsonl",
+        ".ndjson",
+        ".geojson",
+        ".sql",
+        ".log",
+        ".arff",
+        ".libsvm",
+        ".svmlight",
+        ".vcf",
+        ".fasta",
+        ".fa",
+        ".pgn",
+    ]
 )
-LOOSE_DATA_SUFFIXES = frozenset([".json", ".xml", ".yaml", ".yml", ".txt", ".dat", ".data", ".po", ".ipynb_raw", ".lst", ".dic"])
+LOOSE_DATA_SUFFIXES = frozenset(
+    [".json", ".xml", ".yaml", ".yml", ".txt", ".dat", ".data", ".po", ".ipynb_raw", ".lst", ".dic"]
+)
 
 DATA_BYTES = 64 * 1024  # a data file longer than this gives its head only
 LOOSE_DATA_BYTES = 512 * 1024  # for formats that are often configuration or prose
@@ -82,7 +169,9 @@ def by_shape(path: str, size: int, lines: int, longest_line: int, options: Inges
     return None
 
 
-MINIFIABLE = frozenset([".js", ".mjs", ".cjs", ".css", ".ts", ".jsx", ".tsx", ".map", ".json", ".html", ".htm", ".php", ".wasm.txt"])
+MINIFIABLE = frozenset(
+    [".js", ".mjs", ".cjs", ".css", ".ts", ".jsx", ".tsx", ".map", ".json", ".html", ".htm", ".php", ".wasm.txt"]
+)
 
 
 def is_long_data(path: str, size: int, options: IngestOptions) -> bool:

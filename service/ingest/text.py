@@ -18,6 +18,7 @@ from service.ingest.sniff import CONTROLS
 from service.ingest.spool import Entry, Spool
 
 PIECE_CHARS = 16_000  # what is tokenised at once; a piece ends at a line's end unless one line is longer
+LONGEST_LINE_CHARS = 1 << 20  # a longer line is read in parts of this size
 BASE64_RUN = 1024  # characters; certificates and hashes are shorter, or broken into lines
 DATA_URI = re.compile(r"(data:[\w.+-]{1,60}/[\w.+-]{1,80}(?:;[\w=.+-]{1,60}){0,4};base64,)([A-Za-z0-9+/=_-]{256,})")
 LONG_BASE64 = re.compile(rf"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{{{BASE64_RUN},}}={{0,2}}")
@@ -117,7 +118,7 @@ def read_text(spool: Spool, entry: Entry, found: Survey, *, keep_base64: bool = 
         if 0 < cut < len(text):
             carry = text[cut:] + carry
             text = text[:cut]
-        elif cut == 0 and len(text) < 4 * PIECE_CHARS:
+        elif cut == 0 and len(text) < LONGEST_LINE_CHARS:
             carry = text + carry
             continue
         cleaned, bad = _clean(text, entry, found, keep_base64=keep_base64)
@@ -167,7 +168,7 @@ def _shorten_base64(text: str, entry: Entry) -> str:
 
         def replace(found: re.Match[str]) -> str:
             run = found.group()
-            mixed = any(c.isupper() for c in run) and any(c.islower() for c in run) and len(set(run)) > 4
+            mixed = any(c.isupper() for c in run) and any(c.islower() for c in run) and len(set(run)) >= 4
             return mark(run) if mixed else run
 
         shorter = LONG_BASE64.sub(replace, text)

@@ -10,12 +10,76 @@ from service.ingest.encodings import decode
 from service.ingest.parsers.protocol import Message, ParseError, Request, text, warning
 
 DROPPED = frozenset(
-    ["script", "style", "head", "template", "noscript", "svg", "math", "object", "embed", "applet", "iframe", "canvas", "audio", "video"]
+    [
+        "script",
+        "style",
+        "head",
+        "template",
+        "noscript",
+        "svg",
+        "math",
+        "object",
+        "embed",
+        "applet",
+        "iframe",
+        "canvas",
+        "audio",
+        "video",
+    ]
 )
 BLOCKS = frozenset(
-    ["address", "article", "aside", "blockquote", "body", "center", "dd", "details", "dialog", "dir", "div", "dl", "dt", "fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hgroup", "hr", "html", "legend", "li", "main", "menu", "nav", "ol", "option", "p", "pre", "section", "summary", "table", "tbody", "tfoot", "thead", "tr", "ul", "caption"]
+    [
+        "address",
+        "article",
+        "aside",
+        "blockquote",
+        "body",
+        "center",
+        "dd",
+        "details",
+        "dialog",
+        "dir",
+        "div",
+        "dl",
+        "dt",
+        "fieldset",
+        "figcaption",
+        "figure",
+        "footer",
+        "form",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "h5",
+        "h6",
+        "header",
+        "hgroup",
+        "hr",
+        "html",
+        "legend",
+        "li",
+        "main",
+        "menu",
+        "nav",
+        "ol",
+        "option",
+        "p",
+        "pre",
+        "section",
+        "summary",
+        "table",
+        "tbody",
+        "tfoot",
+        "thead",
+        "tr",
+        "ul",
+        "caption",
+    ]
 )
-SPACED = frozenset(["p", "h1", "h2", "h3", "h4", "h5", "h6", "table", "ul", "ol", "blockquote", "pre", "section", "article"])
+SPACED = frozenset(
+    ["p", "h1", "h2", "h3", "h4", "h5", "h6", "table", "ul", "ol", "blockquote", "pre", "section", "article"]
+)
 SPACE = re.compile(r"[ \t\r\n\f]+")
 HIDING = re.compile(
     r"display\s*:\s*none|visibility\s*:\s*hidden|font-size\s*:\s*0(?:px|pt|em)?\s*(?:;|$)", re.IGNORECASE

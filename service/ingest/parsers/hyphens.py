@@ -6,15 +6,23 @@ from collections.abc import Iterable
 WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
 BROKEN = re.compile(r"([^\W\d_]+(?:-[^\W\d_]+)*)[-\u2010\x02\ufffe]$")
 BEGINS = re.compile(r"^([^\W\d_]+)")
-# First parts that take a hyphen in English legal and business prose.
+# First parts that take a hyphen whatever follows, and those that do before the words of such compounds.
+ALWAYS_HYPHENATING = frozenset("third non self well ex arm's quasi bona vis".split())
 HYPHENATING = frozenset(
-    ["third", "first", "second", "self", "non", "co", "pre", "post", "well", "long", "short", "high", "low", "full", "part", "multi", "cross", "sub", "inter", "intra", "anti", "counter", "ex", "semi", "half", "quasi", "pro", "vice", "all", "on", "off", "in", "out", "up", "down", "by", "so", "then", "would", "built", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "arm's", "good", "bona", "de", "per", "pari", "year", "month", "day", "week", "time", "fair", "hard", "real", "right", "tax", "cost", "price", "cash", "stock", "share", "market", "world", "single", "double", "lump", "free", "state", "court", "government", "employer", "company", "client", "customer", "user", "data", "e"]
+    """
+    co pre post first second long short high low full part multi cross anti semi half fair hard right tax year month day
+    week time one two three four five six seven eight nine ten twenty thirty forty fifty sixty seventy eighty ninety
+    follow sub single double lump market money work start state in on off out up down by re all
+    """.split()
 )
-SUFFIXES = (
-    "tion", "tions", "sion", "sions", "ment", "ments", "ing", "ings", "ed", "er", "ers", "ly", "ness", "able", "ible", "ance",
-    "ances", "ence", "ences", "ity", "ities", "ous", "ive", "ives", "al", "als", "ally", "ate", "ates", "ated", "ant", "ants",
-    "ent", "ents", "ular", "ture", "tures", "cation", "cations", "ization", "fication", "lar", "ing", "es", "ure", "ures", "ary", "ory",
-)  # fmt: skip
+COMPOUND_SECONDS = frozenset(
+    """
+    party parties term terms known based being owned owner owners related time day days year years month months week level
+    wide site house line free up off out down over end ended in performing performance payment payments compete exclusive
+    tax party's parties' sum share stock quarter quarters half third thirds fourth fourths one two three four five six
+    seven eight nine bearing value date dated way sided forma rata defined described established made
+    """.split()
+)
 
 
 class Hyphenation:
@@ -23,8 +31,12 @@ class Hyphenation:
     def __init__(self, lines: Iterable[str]) -> None:
         self._words: set[str] = set()
         self._compounds: set[str] = set()
+        goes_on = False
         for line in lines:
-            for word in WORD.findall(line.lower()):
+            # Halves of broken words are no words.
+            whole = BEGINS.sub("", line, count=1) if goes_on else line
+            goes_on = BROKEN.search(line) is not None
+            for word in WORD.findall(BROKEN.sub("", whole).lower()):
                 (self._compounds if "-" in word else self._words).add(word)
 
     def join(self, lines: list[str]) -> list[str]:
@@ -54,8 +66,8 @@ class Hyphenation:
             return False
         if f"{first}-{second}" in self._compounds:
             return True
-        if second in SUFFIXES:
-            return False
-        if stem in HYPHENATING and (len(second) > 3 or second in self._words):
+        if stem in ALWAYS_HYPHENATING or "-" in first:
             return True
-        return "-" in first or (len(stem) > 2 and len(second) > 2 and stem in self._words and second in self._words)
+        if stem in HYPHENATING:
+            return second in COMPOUND_SECONDS
+        return len(stem) > 3 and len(second) > 3 and stem in self._words and second in self._words

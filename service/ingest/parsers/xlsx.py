@@ -4,7 +4,7 @@ import zipfile
 from collections.abc import Iterator
 from datetime import date, datetime, time, timedelta
 from itertools import zip_longest
-from typing import Any
+from typing import IO, Any
 
 import openpyxl
 from openpyxl.utils.exceptions import InvalidFileException
@@ -16,9 +16,15 @@ MAX_ROWS = 1_048_576
 
 def parse(request: Request) -> Iterator[Message]:
     OfficeZip(request).close()
+    # Opened here: openpyxl judges a path by its suffix.
+    with open(request.file, "rb") as first, open(request.file, "rb") as second:
+        yield from _workbook(first, second)
+
+
+def _workbook(first: IO[bytes], second: IO[bytes]) -> Iterator[Message]:
     try:
-        values = openpyxl.load_workbook(request.file, read_only=True, data_only=True, keep_links=False)
-        formulas = openpyxl.load_workbook(request.file, read_only=True, data_only=False, keep_links=False)
+        values = openpyxl.load_workbook(first, read_only=True, data_only=True, keep_links=False)
+        formulas = openpyxl.load_workbook(second, read_only=True, data_only=False, keep_links=False)
     except (
         InvalidFileException,
         zipfile.BadZipFile,
