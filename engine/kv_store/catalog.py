@@ -57,7 +57,7 @@ class KVCatalog:
         open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
     ) -> None:
         """Opens `folder`, making it if needed, and puts it in order. Raises OSError, KVError."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.counters = counters or Counters()
         self.clock, self._orphan_ttl_s = clock, orphan_ttl_s
         session_folder = folder / "sessions"
@@ -178,8 +178,9 @@ class KVCatalog:
             now = self.clock()
             expired = select_copies(db, f"state = 'stored' AND NOT {LEASED} AND {EXPIRED}", {"now": now})
             self.space.evict(db, expired, "expired")
-            left = select_copies(db, f"{ORPHAN} AND created_at < :before", {"before": now - self._orphan_ttl_s})
+            left = select_copies(db, f"{ORPHAN} AND used_at < :before", {"before": now - self._orphan_ttl_s})
             self.space.evict(db, left, "orphaned")
+            self.space.keep_to_cap(db, now)
             removable = self.space.removable(db)
         return self.space.remove(removable)
 
@@ -199,7 +200,9 @@ class KVCatalog:
         return lease, copies
 
     def end_lease(self, lease: str) -> None:
-        """Let go; segments whose removal waited for this are removed."""
+        """Let go; segments whose removal waited for this are removed. Without effect behind `close`."""
+        if self._closed:
+            return
         with self.index.transaction() as db:
             leased = [row[0] for row in db.execute("SELECT copy FROM leases WHERE id = ?", (lease,))]
             db.execute("DELETE FROM leases WHERE id = ?", (lease,))
@@ -234,7 +237,7 @@ class KVCatalog:
         self._session.close()
 
     def _set_policy(self, db: sqlite3.Connection, holder: str, ttl_s: float | None, pinned: bool) -> None:
-        if ttl_s is not None and ttl_s < 0:
+        if ttl_s is not None and not ttl_s >= 0:  # also refuses NaN
             raise ValueError(f"got a TTL of {ttl_s} seconds, expected 0 or more, or None")
         db.execute(
             "INSERT OR REPLACE INTO holders (name, ttl_s, pinned, set_at) VALUES (?, ?, ?, ?)",

@@ -8,6 +8,7 @@ A copy is `writing` (its writer's, or an orphan where `session` is NULL), `store
 (no longer matchable; removed when its last lease ends). `size_bytes` counts against the cap from the reservation on.
 """
 
+import errno
 import json
 import logging
 import sqlite3
@@ -89,15 +90,18 @@ class Index:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, and alone among all processes."""
+        """All or nothing, and alone among all processes. Raises OSError where the disk fails."""
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError) and (code := _disk_error(error)) is not None:
+                    raise OSError(code, f"the index cannot be written: {error}") from error
                 raise
-            self._db.execute("COMMIT")
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
@@ -191,6 +195,12 @@ def total_bytes(db: sqlite3.Connection) -> int:
     """Everything that counts against the cap: stored, being written, not yet removed."""
     total: int = db.execute("SELECT COALESCE(SUM(size_bytes), 0) FROM copies").fetchone()[0]
     return total
+
+
+def _disk_error(error: sqlite3.OperationalError) -> int | None:
+    """The errno of an error that is the disk's, not ours."""
+    primary = error.sqlite_errorcode & 0xFF  # extended codes keep it in the low byte
+    return {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -29,6 +29,11 @@ def check_layout(layout: KVLayout) -> None:
         raise ValueError(f"got {layout.layers_per_group} layers a group, expected 1 to {MAX_LAYERS_PER_GROUP}")
 
 
+def same_content(one: KVLayout, other: KVLayout) -> bool:
+    """Whether layers written under one layout can be read under the other: how files group them may differ."""
+    return (one.num_layers, one.bytes_per_token) == (other.num_layers, other.bytes_per_token)
+
+
 def aligned(size_bytes: int) -> int:
     """`size_bytes` rounded up to the alignment."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT

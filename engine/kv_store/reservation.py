@@ -23,7 +23,7 @@ from engine.kv_store.index import (
     stored_copies,
     touch,
 )
-from engine.kv_store.layout import segment_file_bytes
+from engine.kv_store.layout import same_content, segment_file_bytes
 from engine.kv_store.space import ORPHAN
 from engine.kv_store.writer import SegmentInWriting
 
@@ -69,10 +69,11 @@ class Reservation:
     # --- engine.kv_store.writer.WriterEnd ---
 
     def published(self, segments: Sequence[SegmentInWriting]) -> None:
+        now = self._catalog.clock()
         with self._catalog.index.transaction() as db:
             db.executemany(
-                "UPDATE copies SET written_bytes = ? WHERE id = ? AND session = ?",
-                [(item.written_bytes, item.copy.id, self._catalog.session) for item in segments if item.copy],
+                "UPDATE copies SET written_bytes = ?, used_at = ? WHERE id = ? AND session = ?",
+                [(item.written_bytes, now, item.copy.id, self._catalog.session) for item in segments if item.copy],
             )
 
     def commit(self, segments: Sequence[SegmentInWriting]) -> None:
@@ -80,7 +81,7 @@ class Reservation:
         catalog = self._catalog
         with catalog.index.transaction() as db:
             now = catalog.clock()
-            self._evict_expired(db, now)
+            self._make_way(db, now)
             taken = stored_copies(db, self._keys, now)
             duplicates = []
             for item in segments:
@@ -134,7 +135,7 @@ class Reservation:
         with catalog.index.transaction() as db:
             now = catalog.clock()
             catalog.index.reap_dead_sessions(db)
-            self._evict_expired(db, now)
+            self._make_way(db, now)
             stored = stored_copies(db, self._keys, now)
             adopted, abandoned = self._earlier_work(db, stored)
             copies = {copy.key: copy for copy in adopted}
@@ -184,11 +185,14 @@ class Reservation:
         blocks.remove(copy.key, copy.id, range(sound, copy.layout.num_groups))
         return sound
 
-    def _evict_expired(self, db: sqlite3.Connection, now: float) -> None:
-        """Segments of the chain that expired but are still there make way for new ones under the same key."""
-        condition = f"state = 'stored' AND key IN (SELECT value FROM json_each(:keys)) AND {EXPIRED}"
-        expired = select_copies(db, condition, {"keys": json.dumps(self._keys), "now": now})
+    def _make_way(self, db: sqlite3.Connection, now: float) -> None:
+        """Evict segments of the chain that are still there but no longer served: new ones need their keys."""
+        of_chain = "state = 'stored' AND key IN (SELECT value FROM json_each(:keys))"
+        parameters: dict[str, object] = {"keys": json.dumps(self._keys), "now": now}
+        expired = select_copies(db, f"{of_chain} AND {EXPIRED}", parameters)
         self._catalog.space.evict(db, expired, "expired")
+        unreadable = [c for c in select_copies(db, of_chain, parameters) if not same_content(c.layout, self._layout)]
+        self._catalog.space.evict(db, unreadable, "layout")
 
     def _mine(self, db: sqlite3.Connection) -> list[Copy]:
         """This writer's copies that nobody else has taken up meanwhile."""

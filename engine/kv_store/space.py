@@ -54,6 +54,12 @@ class DiskSpace:
             raise StorageFull(needed, max(0, room))
         return victims
 
+    def keep_to_cap(self, db: sqlite3.Connection, now: float) -> None:
+        """Evict what is too much after the cap was lowered, as far as it may go."""
+        excess = total_bytes(db) - self._limits.cap_bytes
+        if excess > 0:
+            self.least_needed(db, excess, now=now)
+
     def least_needed(
         self, db: sqlite3.Connection, size_bytes: int, *, now: float, spare: Sequence[str] = ()
     ) -> list[Copy]:
@@ -65,7 +71,7 @@ class DiskSpace:
         chosen: list[Copy] = []
         for condition, order, reason in (
             (REMOVABLE, "used_at", ""),
-            (ORPHAN, "created_at", "orphaned"),
+            (ORPHAN, "used_at", "orphaned"),
             (f"{UNUSED} AND {EXPIRED}", "used_at", "expired"),
             (f"{UNUSED} AND NOT {EXPIRED}", "used_at, token_start DESC", "capacity"),
         ):

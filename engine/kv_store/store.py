@@ -17,7 +17,7 @@ from engine.kv_store.catalog import Clock, KVCatalog
 from engine.kv_store.counters import Counters
 from engine.kv_store.host_cache import HostCache
 from engine.kv_store.index import Copy, lease_copies, stored_copies, touch
-from engine.kv_store.layout import check_layout
+from engine.kv_store.layout import check_layout, same_content
 from engine.kv_store.reader import LocalReader, ReadPath
 from engine.kv_store.reservation import Reservation
 from engine.kv_store.space import DiskLimits
@@ -41,8 +41,8 @@ class LocalKVStore:
         limits: DiskLimits,
         *,
         host_bytes: int = 0,
-        readahead_bytes: int = 128 * MIB,
-        write_buffer_bytes: int = 256 * MIB,
+        readahead_bytes: int = 64 * MIB,
+        write_buffer_bytes: int = 128 * MIB,
         io_threads: int = 2,
         counters: Counters | None = None,
         orphan_ttl_s: float = 6 * 3600.0,
@@ -101,18 +101,24 @@ class LocalKVStore:
             raise ValueError(f"got first = {first}, expected 0 to {len(chain)}")
         with self._writers_lock:
             earlier = self._writers.pop(owner, None)
-            if earlier is not None:  # an attempt of this process that ended without a word
-                earlier.suspend()
-            reservation = Reservation(self.catalog, self.layout, chain[first:], owner)
-            writer = LocalWriter(
-                self.layout,
-                reservation.segments(self._executor),
-                self.catalog.blocks,
-                self.counters,
-                reservation,
-                buffer_bytes=self._write_buffer_bytes,
-                num_threads=self._io_threads,
-            )
+        if earlier is not None:  # an attempt of this process that ended without a word
+            earlier.suspend()
+        reservation = Reservation(self.catalog, self.layout, chain[first:], owner)
+        try:
+            segments = reservation.segments(self._executor)
+        except BaseException:
+            reservation.abort([])
+            raise
+        writer = LocalWriter(
+            self.layout,
+            segments,
+            self.catalog.blocks,
+            self.counters,
+            reservation,
+            buffer_bytes=self._write_buffer_bytes,
+            num_threads=self._io_threads,
+        )
+        with self._writers_lock:
             self._writers[owner] = writer
         return writer
 
@@ -138,15 +144,16 @@ class LocalKVStore:
     def close(self) -> None:
         """Suspend writers, end this process's leases; safe to call twice."""
         with self._writers_lock:
-            for writer in list(self._writers.values()):
-                writer.suspend()
+            writers = list(self._writers.values())
             self._writers.clear()
+        for writer in writers:
+            writer.suspend()
         self._executor.shutdown(cancel_futures=True)
         self.catalog.close()
 
     def _stored(self, copies: dict[str, Copy]) -> dict[str, Copy]:
         """Those this store can read. Keys cover the engine's digest, so another layout should never turn up."""
-        return {key: copy for key, copy in copies.items() if copy.layout == self.layout}
+        return {key: copy for key, copy in copies.items() if same_content(copy.layout, self.layout)}
 
     def _end_reading(self, lease: str) -> None:
         self.catalog.end_lease(lease)

@@ -148,9 +148,8 @@ class LocalWriter:
         if not self._closed:
             self._stop()
             self._closed = True
-            if self._error is None:
-                self._remove_unfinished()
-                self._end.suspend(self._segments)
+            self._remove_unfinished()  # again behind a failure, whose cleaning up may have failed too
+            self._end.suspend(self._segments)
 
     def abort(self) -> None:
         """Stop and remove everything; safe at any time, and without effect behind the writer's end."""

@@ -92,9 +92,11 @@ def test_a_failing_disk(code: int, expected: type[Exception], after: int, make_s
 
 def test_what_was_published_before_the_failure_is_taken_up(make_store: MakeStore, folder: Path) -> None:
     disk = FailingFolder(folder / "blocks")
-    disk.left = 7  # six are the first group
     store = make_store(open_blocks=lambda _: disk)
     writer = store.open_writer(LINKS, first=0, owner="job")
+    write_layers(writer, LINKS, range(2))
+    writer.flush()
+    disk.left = 1
     with pytest.raises(StorageFull) as raised:
         write_all(writer)
     assert 0 < raised.value.needed_bytes <= full_bytes(LINKS) - FIRST_GROUP_BYTES
@@ -135,7 +137,7 @@ store.close()
 
 def test_a_file_size_limit_of_the_kernel(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED, str(folder)], capture_output=True, text=True, timeout=60)
-    assert done.stderr.count("Traceback") == done.stderr.count("cannot clean up")
+    assert done.returncode == 0, done.stderr
     assert done.stdout == f"OSError {errno.EFBIG}\n0\n"
     assert list((folder / "blocks").iterdir()) == []
 
