@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.queue.base import Job, LeaseLost, Queue, UnknownJob
+from service.queue.base import Job, LeaseLost, Queue
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,7 @@ class LeaseKeeper:
             if now - self._looked_at[job.id] < LOOK_S:
                 return True
             self._looked_at[job.id] = now
-        try:
-            current = self._queue.get(job.id)
-        except UnknownJob:
-            return False
-        return current.state == "running" and current.epoch == job.epoch
+        return self._queue.holds(job)
 
     def _run(self) -> None:
         while not self._stop.wait(self._lease_s / 4):

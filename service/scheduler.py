@@ -5,9 +5,8 @@ import threading
 from contextlib import AbstractContextManager
 
 from engine.interfaces import PrefillRequest, PrefillResult
-from service.documents.base import UnknownRecord
 from service.logs import log_fields
-from service.queue.base import Job, JobKind, LeaseLost
+from service.queue.base import Job, JobKind, LeaseLost, QueueUnavailable
 from service.stages.answer import AnswerJob
 from service.stages.context import StageContext
 from service.stages.failures import failure_of
@@ -19,6 +18,7 @@ MAX_ANSWERS = 8
 MAX_PREFILLS = 2  # a long one, and a short one that overtakes it
 IDLE_S = 0.5
 PARKED_S = 0.02
+UNAVAILABLE_S = 1.0
 
 
 class EngineBroken(Exception):
@@ -48,16 +48,23 @@ class Scheduler:
         """Until `stop`. Raises EngineBroken."""
         try:
             while not self._stop.is_set():
-                self._drop_lost()
-                self._claim_while_room()
-                self._step_answers()
-                if run := self._runs.next():
-                    self._step_prefill(run)
-                elif not self._answers:
-                    self._idle()
+                try:
+                    self._round()
+                except QueueUnavailable as error:  # a full disk, say: what runs goes on when there is room again
+                    log.error("the job store is unavailable: %s", error)
+                    self._stop.wait(UNAVAILABLE_S)
             self._runs.suspend()  # what prefills have computed is kept for whoever goes on
         finally:
             self._release()
+
+    def _round(self) -> None:
+        self._drop_lost()
+        self._claim_while_room()
+        self._step_answers()
+        if run := self._runs.next():
+            self._step_prefill(run)
+        elif not self._answers:
+            self._idle()
 
     def _idle(self) -> None:
         if self._parked is not None:
@@ -172,6 +179,7 @@ class Scheduler:
         for waiter in self._runs.end(run):
             with self._logged(waiter):
                 self._prefilled(waiter, run.request, result)
+        self._context.documents.abandon_holder(run.request.holder)  # its document may be gone since the last look
 
     def _prefilled(self, waiter: Waiter, request: PrefillRequest, result: PrefillResult) -> None:
         if isinstance(waiter, AnswerJob):
@@ -185,16 +193,8 @@ class Scheduler:
             log.info("prefilled %d tokens in %.2f s, density %.3f", result.num_tokens, result.seconds, result.density)
         except LeaseLost:
             self._drop(waiter)
-            self._release_unnamed(request.holder)
         except Exception as error:
             self._fail(waiter, error)
-
-    def _release_unnamed(self, holder: str) -> None:
-        """The document was deleted while its last step ran: its KV came after the deletion's own sweep."""
-        try:
-            self._context.documents.prefill(holder)
-        except UnknownRecord:
-            self._context.kv.release(holder)
 
     # --- ends --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from service.documents.sqlite import SqliteDocuments
 from service.engine_parts import EngineParts, open_engine_parts
 from service.housekeeping import TICK_S, Housekeeper
 from service.ingest import ingest
-from service.leases import LeaseKeeper
+from service.leases import STALL_S, LeaseKeeper
 from service.logs import configure_logging
 from service.metrics import Metrics
 from service.presence import Presence
@@ -54,7 +54,7 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
         metrics = Metrics()
         parts = open_parts(settings, metrics)
         stack.callback(parts.close)
-        leases = LeaseKeeper(queue, lease_s=settings.lease_s)
+        leases = LeaseKeeper(queue, lease_s=settings.lease_s, stall_s=max(STALL_S, 2 * settings.ingest_timeout_s))
         stack.callback(leases.close)
         context = StageContext(
             settings=settings,

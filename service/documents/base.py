@@ -115,6 +115,10 @@ class Documents(Protocol):
         """
         ...
 
+    def abandon_holder(self, holder: str) -> None:
+        """KV was made for `holder`: where nobody names it (any more), it becomes garbage."""
+        ...
+
     def expired_files(self, now: float) -> Sequence[FileRecord]: ...
 
     def uploaded_bytes(self) -> int:

@@ -133,6 +133,11 @@ class SqliteDocuments:
                     "INSERT OR IGNORE INTO shared_holders (holder, document_id) VALUES (?, ?)", (holder, document_id)
                 )
 
+    def abandon_holder(self, holder: str) -> None:
+        with self._database.write(durable=True) as connection:
+            if not _is_named(connection, "holder", holder):
+                _discard(connection, "holder", [holder])
+
     def folders(self) -> set[str]:
         """The folders that documents name, relative to the data folder."""
         with self._database.read() as connection:
@@ -149,7 +154,7 @@ class SqliteDocuments:
             rows = connection.execute("SELECT id, kind, name FROM garbage ORDER BY id").fetchall()
         for piece in [Garbage(row["id"], row["kind"], row["name"]) for row in rows]:
             with self._database.write(durable=False) as connection:
-                if not _is_named(connection, piece):
+                if not _is_named(connection, piece.kind, piece.name):
                     try:
                         remove(piece)
                     except OSError as error:
@@ -208,10 +213,10 @@ def _discard(connection: Connection, kind: str, names: Sequence[str]) -> None:
     connection.executemany("INSERT INTO garbage (kind, name) VALUES (?, ?)", [(kind, name) for name in names])
 
 
-def _is_named(connection: Connection, piece: Garbage) -> bool:
+def _is_named(connection: Connection, kind: str, name: str) -> bool:
     query = {
         "upload": "SELECT 1 FROM files WHERE id = :name",
         "folder": "SELECT 1 FROM documents WHERE folder = :name",
         "holder": "SELECT 1 FROM prefills WHERE id = :name UNION ALL SELECT 1 FROM shared_holders WHERE holder = :name",
-    }[piece.kind]
-    return connection.execute(query, {"name": piece.name}).fetchone() is not None
+    }[kind]
+    return connection.execute(query, {"name": name}).fetchone() is not None

@@ -109,6 +109,10 @@ class Queue(Protocol):
         """Renew the lease. Raises LeaseLost; also when a cancel was asked for."""
         ...
 
+    def holds(self, job: Job) -> bool:
+        """Whether this attempt still owns the job: cheap enough to ask between two steps."""
+        ...
+
     def progress(self, job: Job, fraction: float, detail: Json | None = None) -> None:
         """Shown to users, and an event. Raises LeaseLost."""
         ...

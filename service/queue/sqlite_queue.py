@@ -75,6 +75,11 @@ class SqliteQueue:
             jobs.fetch_held(connection, job)
             connection.execute("UPDATE jobs SET lease_until = ? WHERE id = ?", (self._clock() + lease_s, job.id))
 
+    def holds(self, job: Job) -> bool:
+        query = "SELECT 1 FROM jobs WHERE id = ? AND state = 'running' AND epoch = ?"
+        with self._database.read() as connection:
+            return connection.execute(query, (job.id, job.epoch)).fetchone() is not None
+
     def progress(self, job: Job, fraction: float, detail: Json | None = None) -> None:
         data = {"progress": fraction, **(detail or {})}
         with self._database.write(durable=False) as connection:

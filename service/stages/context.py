@@ -19,11 +19,9 @@ from service.settings import Settings
 
 
 class KVHolders(Protocol):
-    """Who holds which stored KV (engine.kv_store.KVCatalog)."""
+    """How long whose KV is kept (engine.kv_store.KVCatalog)."""
 
     def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
-
-    def release(self, holder: str) -> int: ...
 
 
 @dataclass(frozen=True)

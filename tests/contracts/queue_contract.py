@@ -195,6 +195,7 @@ class QueueContract:
             clock.now += LEASE_S - 1
             queue.extend(job, lease_s=LEASE_S)
             assert queue.reclaim() == 0
+            assert queue.holds(job)
 
     @pytest.mark.parametrize("how", ["lease", "cancel"])
     def test_who_lost_the_job_can_do_nothing(self, queue: Queue, backend: Backend, clock: Clock, how: str) -> None:
@@ -207,6 +208,7 @@ class QueueContract:
         else:
             queue.cancel("job-1")
         before, events = queue.get("job-1"), queue.events("job-1")
+        assert not queue.holds(lost)
         effects = Effects([RecordChange("files", "file-1", {"filename": "stolen"})], [NewJob("prefill", "t", {})])
         attempts: list[Callable[[], object]] = [
             lambda: queue.extend(lost, lease_s=LEASE_S),

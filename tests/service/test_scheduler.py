@@ -8,6 +8,8 @@ import pytest
 
 from engine.errors import KVMissing
 from engine.interfaces import AnswerDelta
+from service.database import DatabaseUnavailable
+from service.queue.base import Job, JobKind
 from service.scheduler import EngineBroken
 from tests.service.bench import Bench, until
 from tests.service.fake_engine import LAYERS, STEP_S, FakeAnswer, FakePrefill
@@ -299,8 +301,11 @@ def test_document_deleted_during_the_last_step_leaves_no_kv(bench: Bench, monkey
         return more
 
     monkeypatch.setattr(FakePrefill, "step", deletes_last)
+    garbage: list[str] = []
     with bench.working():
-        until(lambda: bench.kv.released == ["doc-a:default"])
+        until(lambda: bench.engine.prefills and bench.engine.prefills[0].done == LAYERS)
+    bench.documents.collect(lambda piece: garbage.append(piece.name))
+    assert garbage.count("doc-a:default") == 2  # of the deletion, and of the KV that came behind it
     assert bench.queue.get("job-a").state == "cancelled"
 
 
@@ -357,6 +362,24 @@ def test_broken_device_ends_the_worker_and_keeps_the_other_jobs(bench: Bench, mo
     with pytest.raises(EngineBroken), bench.working():
         until(lambda: bench.queue.get("job-a").attempts == 1 and bench.queue.get("job-a").state == "queued")
     assert bench.queue.get(story).state == "queued"
+
+
+def test_store_that_is_away_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.scheduler.UNAVAILABLE_S", 0.01)
+    bench.add_document("slow", "SLOW")
+    claim, refusals = bench.queue.claim, []
+
+    def refuse(worker: str, kinds: list[JobKind], *, lease_s: float) -> Job | None:
+        if running(bench, "job-slow") and len(refusals) < 5:
+            refusals.append(1)
+            raise DatabaseUnavailable("database or disk is full")
+        return claim(worker, kinds, lease_s=lease_s)
+
+    monkeypatch.setattr(bench.queue, "claim", refuse)
+    with bench.working():
+        assert bench.ended("job-slow").state == "succeeded"
+    assert len(refusals) == 5
+    assert bench.queue.get("job-slow").attempts == 1
 
 
 # --- end of the worker -----------------------------------------------------------------------------------------
