@@ -27,7 +27,7 @@ class Stage:
     eta_s: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} queued" if self.progress is None else f"{self.name} {self.progress:.0%}"
+        return f"{self.name} waiting" if self.progress is None else f"{self.name} {self.progress:.0%}"
 
 
 @dataclass(frozen=True)

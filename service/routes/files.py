@@ -1,5 +1,6 @@
 """/v1/files: handles of uploads, in the OpenAI shape."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -57,12 +58,12 @@ def file_content(file_id: str, services: ServicesDep, tenant: TenantDep) -> Resp
     return content(services.uploads.paths(get_file(services, tenant, file_id).sources), file_id)
 
 
-def content(files: list[tuple[str, Any]], file_id: str) -> Response:
+def content(files: list[tuple[str, Path]], file_id: str) -> Response:
     headers = {"x-content-type-options": "nosniff"}
+    if not all(path.is_file() for _, path in files):
+        raise NotFound(f"the bytes of {file_id} are gone", param="id", code="file_not_found")
     if len(files) == 1:
         name, path = files[0]
-        if not path.is_file():
-            raise NotFound(f"the bytes of {file_id} are gone", param="id", code="file_not_found")
         return FileResponse(path, media_type="application/octet-stream", filename=name, headers=headers)
     headers["content-disposition"] = f"attachment; filename={quote(file_id)}.zip"
     return StreamingResponse(zip_stream(files), media_type="application/zip", headers=headers)

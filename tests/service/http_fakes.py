@@ -61,6 +61,7 @@ class FakeWorker(threading.Thread):
         self.answer_gate = threading.Event()  # closed: answers stop before their third word
         self.answer_gate.set()
         self.hold_ingest = False  # claim no more ingests
+        self.steady = True
         self.answer_error: dict[str, str] | None = None
         self.answered: list[dict[str, Any]] = []
         self.cancelled: list[str] = []
@@ -155,7 +156,9 @@ class FakeWorker(threading.Thread):
             return
         lengths = [self.server.documents.document(name).num_tokens for name in job.payload["documents"]]
         cached = prompts.prefix_length(lengths)
-        words = ["Answer", " about", f" {len(lengths)}", " documents"][: job.payload["sampling"]["max_tokens"]]
+        # A sound engine says the same at each attempt, since the seed is the job's.
+        first = "Answer" if job.attempts == 1 or self.steady else "Other"
+        words = [first, " about", f" {len(lengths)}", " documents"][: job.payload["sampling"]["max_tokens"]]
         for number, word in enumerate(words):
             if number == 2:
                 while not self.answer_gate.wait(0.02):

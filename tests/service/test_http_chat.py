@@ -376,18 +376,28 @@ def test_same_idempotency_key_is_answered_once(client: OpenAI, server: Server) -
     assert len(server.worker.answered) == before + 1
 
 
-def test_answer_taken_over_by_another_worker_goes_on_without_repeating(client: OpenAI, server: Server) -> None:
+@pytest.mark.parametrize("steady", [True, False])
+def test_answer_taken_over_by_another_worker(client: OpenAI, server: Server, steady: bool) -> None:
+    """It goes on without repeating itself; should the second worker say something else, the stream ends as failed."""
     server.worker.answer_gate.clear()
     stream = ask(client, text("Q"), stream=True)
-    got = [next(stream).choices[0].delta.content, next(stream).choices[0].delta.content]
+    got = [next(stream).choices[0].delta.content for _ in range(3)]
+    assert got == ["", "Answer", " about"]
     job = next(job for job in _running(server) if job.kind == "answer")
     # As after the death of a worker: the lease ends, and another one begins again.
     with server.database.write(durable=False) as connection:
         connection.execute("UPDATE jobs SET lease_until = 0 WHERE id = ?", (job.id,))
+    server.worker.steady = steady
     server.worker.answer_gate.set()
     server.queue.reclaim()
-    got += [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert "".join(piece or "" for piece in got) == "Answer about 0 documents"
+    if steady:
+        rest = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        assert "".join(rest) == " 0 documents"
+    else:
+        with pytest.raises(APIError) as error:
+            list(stream)
+        assert error.value.code == "answer_failed"
+    server.worker.steady = True
 
 
 def _running(server: Server) -> list[Any]:
