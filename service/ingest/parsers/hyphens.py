@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterable
 
+HYPHENS = ("-", "\u2010", "\x02", "\ufffe")
 WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
+PLAIN = str.maketrans("\x02\ufffe", "--")
 BROKEN = re.compile(r"([^\W\d_]+(?:-[^\W\d_]+)*)[-\u2010\x02\ufffe]$")
 BEGINS = re.compile(r"^([^\W\d_]+)")
 # First parts that take a hyphen whatever follows, and those that do before the words of such compounds.
@@ -35,16 +37,16 @@ class Hyphenation:
         for line in lines:
             # Halves of broken words are no words.
             whole = BEGINS.sub("", line, count=1) if goes_on else line
-            goes_on = BROKEN.search(line) is not None
-            for word in WORD.findall(BROKEN.sub("", whole).lower()):
+            goes_on = line.endswith(HYPHENS)
+            for word in WORD.findall((BROKEN.sub("", whole) if goes_on else whole).lower()):
                 (self._compounds if "-" in word else self._words).add(word)
 
     def join(self, lines: list[str]) -> list[str]:
         """The lines with words made whole; the second half moves up to the first, so that lines stay lines."""
         out = list(lines)
         for at in range(len(out) - 1):
-            broken = BROKEN.search(out[at])
-            begins = BEGINS.match(out[at + 1])
+            broken = BROKEN.search(out[at]) if out[at].endswith(HYPHENS) else None
+            begins = BEGINS.match(out[at + 1]) if broken else None
             if broken is None or begins is None:
                 continue
             first, second = broken.group(1), begins.group(1)
@@ -58,7 +60,7 @@ class Hyphenation:
             tail = taken.group() if taken else ""
             out[at] = out[at][: broken.start(1)] + word + tail
             out[at + 1] = rest[len(tail) :].lstrip()
-        return [line.replace("\x02", "-").replace("\ufffe", "-") for line in out]
+        return [line.translate(PLAIN) for line in out]
 
     def _keeps(self, first: str, second: str) -> bool:
         stem = first.rpartition("-")[2]

@@ -24,6 +24,7 @@ LIGATURES = {
 }  # fmt: skip
 TRANSLATION = str.maketrans({**LIGATURES, "\xad": None, "\u00a0": " ", "\r": " ", "\n": " ", "\t": " ", "\0": None})
 SPACES = re.compile(r" {2,}")
+WHITE_SPACE = np.array([c for c in range(0x3001) if chr(c).isspace()], dtype=np.uint32)
 # In heights of the line: a wider gap ends a run (a cell, a column); a narrower one is a space.
 RUN_GAP = 0.9
 MAX_CHARS = 200_000  # of one page; drawings made of letters have more
@@ -72,7 +73,8 @@ def read_chars(text_page: Any) -> PageChars:
     for index in range(count):
         _box_at(handle, index, address + 16 * index)
     array = np.frombuffer(boxes, dtype=np.float32).reshape(count, 4)
-    solid = np.flatnonzero(np.fromiter((not c.isspace() for c in text), dtype=bool, count=count))
+    codes_seen = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    solid = np.flatnonzero(~np.isin(codes_seen, WHITE_SPACE))
     return PageChars(text, array, solid)
 
 

@@ -1,6 +1,7 @@
 """What a PDF page shows otherwise than it says: scans, text under boxes, text without ink."""
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top
 MAX_OBJECTS = 20_000
 MIN_BOX_POINTS = 4.0
 INVISIBLE_MODE = 3  # text render mode 3: neither filled nor stroked
+MEANINGLESS = re.compile("[\ufffd\ue000-\uf8ff\x01\x03-\x08\x0e-\x1f\x80-\x9f]")
 NEAR = 40  # of 255: colours that the eye takes for one
 
 
@@ -182,11 +184,9 @@ def looks_garbled(text: str, errors: Sequence[bool]) -> bool:
     """Letters without meaning: a font whose codes map to nothing. `errors`: pdfium's verdict on a sample."""
     if errors and sum(errors) > 0.3 * len(errors):
         return True
-    solid = [c for c in text if not c.isspace()]
-    if len(solid) < 20:
+    if len(text) < 20:
         return False
-    odd = sum(1 for c in solid if c == "\ufffd" or "\ue000" <= c <= "\uf8ff" or (c < " ") or "\x80" <= c <= "\x9f")
-    if odd > 0.2 * len(solid):
+    if len(MEANINGLESS.findall(text)) > 0.15 * len(text):
         return True
     words = [w for w in text.lower().split() if len(w) >= 4 and w.isascii() and w.isalpha()]
     vowelless = sum(1 for w in words if not any(c in "aeiouy" for c in w))
