@@ -124,6 +124,17 @@ class KVCatalog:
         with self.index.transaction() as db:
             self._set_policy(db, holder, ttl_s, pinned)
 
+    def keep_to_cap(self) -> int:
+        """Evict what is too much since the cap was lowered, as far as it may go. Returns the bytes freed.
+
+        The worker's chore: a command line with other settings must not do it by merely looking.
+        """
+        with self.index.transaction() as db:
+            self.index.reap_dead_sessions(db)
+            excess = total_bytes(db) - self.space.limits.cap_bytes
+            removable = self.space.least_needed(db, excess, now=self.clock()) if excess > 0 else []
+        return self.space.remove(removable)
+
     def pin(self, holder: str, pinned: bool = True) -> None:
         """Pin or unpin what `holder` holds, leaving its TTL."""
         with self.index.transaction() as db:
@@ -180,7 +191,6 @@ class KVCatalog:
             self.space.evict(db, expired, "expired")
             left = select_copies(db, f"{ORPHAN} AND used_at < :before", {"before": now - self._orphan_ttl_s})
             self.space.evict(db, left, "orphaned")
-            self.space.keep_to_cap(db, now)
             removable = self.space.removable(db)
         return self.space.remove(removable)
 

@@ -30,15 +30,16 @@ class DiskSpace:
     """Decides which copies go, and removes them."""
 
     def __init__(self, index: Index, blocks: BlockFolder, limits: DiskLimits, counters: Counters) -> None:
-        self._index, self._blocks, self._limits, self._counters = index, blocks, limits, counters
+        self._index, self._blocks, self._counters = index, blocks, counters
+        self.limits = limits
 
     def room(self, db: sqlite3.Connection) -> int:
         """Bytes that may be reserved now: under the cap and above the floor. Negative where a limit was lowered."""
         still_to_write = db.execute(
             "SELECT COALESCE(SUM(size_bytes - written_bytes), 0) FROM copies WHERE state = 'writing'"
         ).fetchone()[0]
-        above_floor = self._blocks.free_bytes() - self._limits.floor_bytes - still_to_write
-        return int(min(self._limits.cap_bytes - total_bytes(db), above_floor))
+        above_floor = self._blocks.free_bytes() - self.limits.floor_bytes - still_to_write
+        return int(min(self.limits.cap_bytes - total_bytes(db), above_floor))
 
     def make_room(self, db: sqlite3.Connection, needed: int, *, spare: Sequence[str], now: float) -> list[Copy]:
         """Choose and doom the copies that must go so that `needed` bytes fit; none if they fit already.
@@ -53,12 +54,6 @@ class DiskSpace:
         if needed > room:
             raise StorageFull(needed, max(0, room))
         return victims
-
-    def keep_to_cap(self, db: sqlite3.Connection, now: float) -> None:
-        """Evict what is too much after the cap was lowered, as far as it may go."""
-        excess = total_bytes(db) - self._limits.cap_bytes
-        if excess > 0:
-            self.least_needed(db, excess, now=now)
 
     def least_needed(
         self, db: sqlite3.Connection, size_bytes: int, *, now: float, spare: Sequence[str] = ()

@@ -70,6 +70,7 @@ class LocalKVStore:
         )
         self._writers: WeakValueDictionary[str, LocalWriter] = WeakValueDictionary()  # unfinished ones live on
         self._writers_lock = threading.Lock()
+        self.catalog.keep_to_cap()
 
     def match(self, chain: Sequence[Segment]) -> int:
         with self.catalog.index.snapshot() as db:
@@ -129,7 +130,9 @@ class LocalKVStore:
         self.catalog.set_policy(holder, ttl_s=ttl_s, pinned=pinned)
 
     def release(self, holder: str) -> int:
-        return self.catalog.release(holder)
+        freed = self.catalog.release(holder)
+        self._report_host()
+        return freed
 
     def sweep(self) -> int:
         """The catalog's chores; also forgets host memory of segments that are gone. Returns bytes freed on disk."""

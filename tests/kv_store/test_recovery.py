@@ -120,10 +120,10 @@ def test_an_index_of_another_version_is_refused(folder: Path, make_store: MakeSt
 def test_a_folder_of_ten_thousand_files_opens_quickly(folder: Path) -> None:
     blocks = BlockFolder(folder / "blocks")
     catalog = KVCatalog(folder, DiskLimits(2**40))
-    layout = LAYOUT
+    size_bytes = full_bytes(chain(1))
     with catalog.index.transaction() as db:
         for number in range(10_002 // 3):
-            copy = Copy(f"{number:016x}", f"{number:064x}", 0, 1, layout, full_bytes(chain(1)))
+            copy = Copy(f"{number:016x}", f"{number:064x}", 0, 1, LAYOUT, size_bytes)
             insert_copy(db, copy, "job", catalog.session, 0.0)
             for block in copy.blocks:
                 with blocks.path(copy.key, copy.id, block.group).open("wb") as file:

@@ -211,3 +211,31 @@ def test_a_writer_can_be_ended_from_another_thread_while_it_is_held_back(
     assert "closed" in str(raised[0])
     assert temporary_files(folder) == []
     assert store.stored_bytes < CAP_BYTES
+
+
+def test_what_is_made_durable_before_what(make_store: MakeStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_fsync(fd: int) -> None:
+        fsync(fd)
+        name = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        events.append(f"fsync {name.suffix or name.name}")
+
+    def record_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {path.suffix} {target.suffix}")
+        return rename(path, target)
+
+    store = make_store()
+    writer = store.open_writer(LINKS[:1], first=0, owner="job")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", record_fsync)
+        patch.setattr(Path, "rename", record_rename)
+        for group, layers in enumerate((range(2), range(2, 4), range(4, 5))):
+            assert writer.groups_done() == group
+            write_layers(writer, LINKS[:1], layers)
+            writer.flush()
+            assert events == ["fsync .tmp", "rename .tmp .kv", "fsync blocks"] * (group + 1)
+            assert store.match(LINKS[:1]) == 0
+    writer.commit()
+    assert store.match(LINKS[:1]) == 1
