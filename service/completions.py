@@ -9,7 +9,7 @@ from typing import Any
 from anyio import to_thread
 
 from service.answers import Finished, Question, Text, prefill_figures
-from service.citations import cite
+from service.citations import citations
 from service.dependencies import Services
 from service.schemas import StreamOptions
 from service.sse import DONE, comment, event
@@ -46,7 +46,7 @@ class Completion:
 
     async def annotations(self, finished: Finished) -> list[dict[str, Any]]:
         assert self.question is not None
-        return await to_thread.run_sync(cite, self.services, finished.text, self.question.files)
+        return await to_thread.run_sync(citations, self.services, finished.text, self.question.files)
 
     async def whole(self, steps: Steps) -> dict[str, Any]:
         """Waits for the end. Raises what the answer raises."""

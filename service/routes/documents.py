@@ -9,11 +9,12 @@ from fastapi import APIRouter, Header, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from service.citations import locate_in
+from service.citations import folder_of, places
 from service.dependencies import JsonDep, Services, ServicesDep, TenantDep
 from service.documents.base import DocumentRecord, FileRecord
 from service.errors import NotFound, NotReady
 from service.exchange import respond
+from service.ingest.locate import MAX_QUOTE_CHARS
 from service.intake import find_file, take_upload
 from service.progress import document_events, parse_event_id
 from service.schemas import DocumentPatch, SummaryRequest
@@ -120,8 +121,7 @@ def delete_document(any_id: str, services: ServicesDep, tenant: TenantDep) -> di
 @router.get("/{any_id}/manifest")
 def retrieve_manifest(any_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     document = get_document(services, get_handle(services, tenant, any_id))
-    path = services.settings.data_dir / document.folder / "manifest.json"
-    return FileResponse(path, media_type="application/json")
+    return FileResponse(folder_of(services, document) / "manifest.json", media_type="application/json")
 
 
 @router.get("/{any_id}/events")
@@ -161,12 +161,15 @@ async def summarize(any_id: str, request: Request, body: JsonDep, services: Serv
 
 @router.get("/{any_id}/locate")
 def locate(
-    any_id: str, services: ServicesDep, tenant: TenantDep, text: Annotated[str, Query(min_length=1, max_length=20_000)]
+    any_id: str,
+    services: ServicesDep,
+    tenant: TenantDep,
+    text: Annotated[str, Query(min_length=1, max_length=MAX_QUOTE_CHARS)],
 ) -> dict[str, Any]:
     """Every place where a quoted passage stands: file, page, line, tokens."""
     file = get_handle(services, tenant, any_id)
     document = get_document(services, file)
-    return {"object": "list", "data": locate_in(services, document, text)}
+    return {"object": "list", "data": places(services, document, text)}
 
 
 @router.post("/{any_id}/verify")

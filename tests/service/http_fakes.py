@@ -61,7 +61,9 @@ class FakeWorker(threading.Thread):
         self.answer_gate = threading.Event()  # closed: answers stop before their third word
         self.answer_gate.set()
         self.hold_ingest = False  # claim no more ingests
+        self.silent = False  # renew no leases
         self.steady = True
+        self.words: list[str] = []  # what to answer instead
         self.answer_error: dict[str, str] | None = None
         self.answered: list[dict[str, Any]] = []
         self.cancelled: list[str] = []
@@ -102,7 +104,14 @@ class FakeWorker(threading.Thread):
         tokens = server.model.prompts.tokenizer.encode(text)
         np.save(folder / "tokens.npy", tokens)
         (folder / "document.txt").write_text(text)
-        (folder / "manifest.json").write_text(json.dumps({"num_tokens": len(tokens)}))
+        # One token a byte, each source a file of its own.
+        np.save(folder / "offsets.npy", np.arange(len(tokens) + 1, dtype=np.uint64))
+        files, end = [], 0
+        for source in file.sources:
+            start, end = end, end + (server.data_dir / source["path"]).stat().st_size
+            row = {"path": source["filename"], "status": "included", "token_start": start, "token_end": end}
+            files.append({**row, "pages": []})
+        (folder / "manifest.json").write_text(json.dumps({"num_tokens": len(tokens), "files": files}))
         document = {
             "tenant": job.tenant,
             "content_hash": "c",
@@ -128,11 +137,15 @@ class FakeWorker(threading.Thread):
         put = [] if ready else [NewJob("prefill", job.tenant, payload, single_flight=prefill_id)]
         server.queue.finish(job, {}, Effects(changes=changes, put=put))
 
+    def _extend(self, job: Job) -> None:
+        if not self.silent:
+            self.server.queue.extend(job, lease_s=30)
+
     def _prefill(self, job: Job) -> None:
         queue, holder = self.server.queue, f"{job.payload['document_id']}:{job.payload['fidelity']}"
         queue.progress(job, 0.33, {"stage": "prefill", "eta_s": 2.0})
         while not self.prefill_gate.wait(0.02):
-            queue.extend(job, lease_s=30)
+            self._extend(job)
         if self.stopping.is_set():
             return
         self.prefilled.append(holder)
@@ -158,17 +171,19 @@ class FakeWorker(threading.Thread):
         cached = prompts.prefix_length(lengths)
         # A sound engine says the same at each attempt, since the seed is the job's.
         first = "Answer" if job.attempts == 1 or self.steady else "Other"
-        words = [first, " about", f" {len(lengths)}", " documents"][: job.payload["sampling"]["max_tokens"]]
+        words = (self.words or [first, " about", f" {len(lengths)}", " documents"])[
+            : job.payload["sampling"]["max_tokens"]
+        ]
         for number, word in enumerate(words):
             if number == 2:
                 while not self.answer_gate.wait(0.02):
-                    queue.extend(job, lease_s=30)
+                    self._extend(job)
             queue.emit(job, [("token", {"text": word})])
         queue.finish(
             job,
             {
                 "text": "".join(words),
-                "finish_reason": "stop" if len(words) == 4 else "length",
+                "finish_reason": "length" if len(words) == job.payload["sampling"]["max_tokens"] else "stop",
                 "prompt_tokens": cached + len(job.payload["question"]),
                 "completion_tokens": len(words),
                 "cached_tokens": cached,

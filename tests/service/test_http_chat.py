@@ -103,6 +103,34 @@ def test_streamed_answer(client: OpenAI) -> None:
     assert plain[-1].foreword["ttft_s"] > 0
 
 
+def test_quotes_are_cited(client: OpenAI, server: Server) -> None:
+    first = upload(client, "Article 1\nThe tenant shall pay the rent monthly.\n")
+    second = upload(client, "nothing to the point")
+    server.worker.words = ['It says "The tenant ', 'shall pay the rent monthly."', ' and "the landlord sleeps".']
+    completion = ask(client, part(second), part(first), text("Q"))
+    *_, last = ask(client, part(second), part(first), text("Q"), stream=True)
+    server.worker.words = []
+    message = completion.choices[0].message
+    (citation,) = (annotation.to_dict() for annotation in message.annotations)
+    assert {name: citation[name] for name in ("type", "file_id", "filename", "page", "line", "token_start")} == {
+        "type": "file_citation",
+        "file_id": first,
+        "filename": "doc.txt",
+        "page": None,
+        "line": 2,
+        "token_start": 10,
+    }
+    assert message.content[citation["start_index"] : citation["end_index"]] == citation["quote"]
+    assert last.choices[0].delta.annotations == [citation]
+
+
+def test_answer_survives_a_document_that_cannot_be_searched(client: OpenAI, server: Server) -> None:
+    file_id = upload(client, "a document that loses its manifest")
+    document = server.documents.document(server.documents.file("local", file_id).document_id or "")
+    (server.data_dir / document.folder / "manifest.json").unlink()
+    assert ask(client, part(file_id), text("Q")).choices[0].message.annotations == []
+
+
 def test_what_the_worker_is_given(client: OpenAI, server: Server) -> None:
     """The same tokens whichever comes first, question or file; documents by first mention; sampling as asked."""
     first, second = upload(client, "first document"), upload(client, "second document")
@@ -385,11 +413,13 @@ def test_answer_taken_over_by_another_worker(client: OpenAI, server: Server, ste
     assert got == ["", "Answer", " about"]
     job = next(job for job in _running(server) if job.kind == "answer")
     # As after the death of a worker: the lease ends, and another one begins again.
+    server.worker.silent = True
     with server.database.write(durable=False) as connection:
         connection.execute("UPDATE jobs SET lease_until = 0 WHERE id = ?", (job.id,))
     server.worker.steady = steady
+    assert server.queue.reclaim() == 1
+    server.worker.silent = False
     server.worker.answer_gate.set()
-    server.queue.reclaim()
     if steady:
         rest = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
         assert "".join(rest) == " 0 documents"

@@ -179,7 +179,25 @@ def _document_id(http: httpx.Client, file_id: str) -> str:
 
 def test_manifest(client: OpenAI, server: Server, http: httpx.Client) -> None:
     file_id = upload(client, "manifest")
-    assert http.get(f"/v1/documents/{file_id}/manifest").json() == {"num_tokens": 8}
+    manifest = http.get(f"/v1/documents/{file_id}/manifest").json()
+    assert (manifest["num_tokens"], manifest["files"][0]["path"]) == (8, "doc.txt")
+
+
+def test_locate(http: httpx.Client) -> None:
+    parts = [("file", ("a.txt", b"first\nthe clause applies\n")), ("file", ("b.txt", b"here the clause applies too"))]
+    file_id = http.post("/v1/documents", files=parts).json()["id"]
+    until(http, file_id, "ready")
+    found = http.get(f"/v1/documents/{file_id}/locate", params={"text": "the clause applies"}).json()
+    assert found["object"] == "list"
+    assert [(place["filename"], place["line"], place["token_start"]) for place in found["data"]] == [
+        ("a.txt", 2, 6),
+        ("b.txt", 1, 30),
+    ]
+    assert found["data"][0]["token_end"] == 6 + len("the clause applies")
+    assert http.get(f"/v1/documents/{file_id}/locate", params={"text": "another clause"}).json()["data"] == []
+    for wrong in ({}, {"text": ""}, {"text": "x" * 5000}):
+        answer = http.get(f"/v1/documents/{file_id}/locate", params=wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
 
 
 def test_events_of_ingest_and_prefill_then_the_document(client: OpenAI, server: Server, http: httpx.Client) -> None:
