@@ -1,9 +1,12 @@
 """Block-sparse attention on the CPU: kept past blocks gathered, unmasked fused attention over them, the exact causal
 diagonal apart, both merged by their log-sum-exps. Work outside the lists is never done."""
 
+from functools import partial
+
 import torch
 
 from kernels.block_lists import BlockLists
+from kernels.cpu_workers import run_all
 from kernels.dense_attention.cpu import diagonal
 from kernels.dispatch import Capability
 from kernels.flash_cpu import flash, merge, obstacle, pack, unpack
@@ -27,13 +30,16 @@ def block_sparse_attention(
     queries, keys, values = (t.float() if wide else t for t in (q, k, v))
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     offsets, blocks = lists.offsets.tolist(), lists.blocks.long()
-    for index in range(lists.row_blocks):
+
+    def one(index: int) -> None:
         start = index * lists.row_block
         rows = slice(start, min(start + lists.row_block, q.shape[0]))
         first = index * lists.list_heads
         chosen = [blocks[offsets[i] : offsets[i + 1]] for i in range(first, first + lists.list_heads)]
         result, lse[rows] = _row_block(queries[rows], keys, values, chosen, lists.key_block, row_offset + start, scale)
         out[rows] = result.to(out.dtype)
+
+    run_all(partial(one, index) for index in range(lists.row_blocks))
     return lse
 
 
