@@ -1,7 +1,7 @@
 """An engine that computes nothing: "KV" is an empty file, a prefill is so many steps, an answer is fixed words.
 
-What a document says decides what happens to it: SLOW takes many steps, LONG more than anybody waits for, KILL kills
-the process in the middle, RAISE breaks a step, FULL finds no room. A question with STORY gets a long answer.
+What a document says decides what happens to it: SLOW and PATIENT take many steps, LONG more than anybody waits for,
+KILL kills the process in the middle, RAISE breaks a step, FULL finds no room. A question with STORY gets a long answer.
 """
 
 import os
@@ -31,6 +31,7 @@ from service.settings import Settings
 
 LAYERS = 10
 STEP_S = 0.005
+STEPS = {"LONG": 1000, "PATIENT": 60, "SLOW": 10}  # a layer
 
 
 @dataclass
@@ -91,7 +92,8 @@ class FakeEngine:
 class FakePrefill:
     def __init__(self, engine: FakeEngine, request: PrefillRequest, text: str) -> None:
         self.engine, self.request, self.text = engine, request, text
-        self.total = 10_000 if "LONG" in text else 20 * LAYERS if "SLOW" in text else LAYERS
+        steps = next((steps for word, steps in STEPS.items() if word in text), 1)
+        self.total = steps * LAYERS
         engine.resume.mkdir(parents=True, exist_ok=True)
         self.point = engine.resume / request.owner
         self.done = self.resumed_from = int(self.point.read_text()) if self.point.exists() else 0

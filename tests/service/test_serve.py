@@ -38,7 +38,7 @@ class Served:
             "data_dir": self.data_dir,
             "model": model,
             "port": self.port,
-            "lease_s": 1.0,
+            "lease_s": 3.0,
             "disk_floor_bytes": 0,
             "ingest_timeout_s": 60,
             **settings,
@@ -176,7 +176,7 @@ def test_upload_answer_and_gentle_end(serving: Callable[..., Served]) -> None:
 
 def test_worker_killed_in_the_middle(serving: Callable[..., Served]) -> None:
     server = serving()
-    file_id = server.upload("SLOW " * 300)
+    file_id = server.upload("PATIENT " * 200)
     until(lambda: server.document(file_id)["progress"] > 0.2 and server.document(file_id)["state"] == "prefill")
     (worker,) = server.workers()
     os.kill(worker, signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_everything_killed(serving: Callable[..., Served]) -> None:
     done = server.upload("finished text")
     server.wait(done)
     prefills = server.metric("foreword_prefills_total")
-    running = server.upload("SLOW " * 300)
+    running = server.upload("PATIENT " * 200)
     until(lambda: server.document(running)["progress"] > 0.1 and server.document(running)["state"] == "prefill")
     queued = server.upload("hardly there")
     server.kill()
