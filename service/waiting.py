@@ -43,7 +43,7 @@ class Unready:
 
 
 def look(services: Services, tenant: str, file_ids: Sequence[str]) -> list[ReadyFile] | Unready:
-    """The documents behind these handles, or the job that the first unready one waits for.
+    """The documents behind these handles, each once, or the job that the first unready one waits for.
 
     Only the first document's own prefill is waited for: the KV of those behind it depends on what stands before them.
     Raises NotFound, InvalidRequest (a file that is only stored), DocumentFailed.
@@ -67,7 +67,8 @@ def look(services: Services, tenant: str, file_ids: Sequence[str]) -> list[Ready
                 raise failed(file)
             if (job_id := prefill_job(services, file)) is not None:
                 return Unready(job_id, "prefill")
-        ready.append(ReadyFile(file, services.documents.document(file.document_id)))
+        if all(other.document.id != file.document_id for other in ready):
+            ready.append(ReadyFile(file, services.documents.document(file.document_id)))
     return ready
 
 

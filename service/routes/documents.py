@@ -20,6 +20,7 @@ from service.progress import document_events, parse_event_id
 from service.schemas import DocumentPatch, SummaryRequest
 from service.sse import EventStream
 from service.summary import summary_chat
+from service.uploads import clean_name
 from service.views import document_view, page, prefill_id
 from service.waiting import failed
 
@@ -83,7 +84,7 @@ def update_document(any_id: str, body: JsonDep, services: ServicesDep, tenant: T
     if "expires_after_s" in given:
         changes["expires_at"] = None if patch.expires_after_s is None else time.time() + patch.expires_after_s
     if patch.filename is not None:
-        changes["filename"] = patch.filename
+        changes["filename"] = clean_name(patch.filename)
     if changes:
         services.documents.update_file(file.id, changes)
         file = replace(file, **changes)

@@ -103,6 +103,12 @@ def test_streamed_answer(client: OpenAI) -> None:
     assert plain[-1].foreword["ttft_s"] > 0
 
 
+def test_two_handles_of_one_document_are_read_once(client: OpenAI, server: Server) -> None:
+    handles = [upload(client, "the same twice") for _ in range(2)]
+    assert ask(client, *map(part, handles), text("Q")).choices[0].message.content == ANSWER
+    assert len(server.worker.answered[-1]["documents"]) == 1
+
+
 def test_quotes_are_cited(client: OpenAI, server: Server) -> None:
     first = upload(client, "Article 1\nThe tenant shall pay the rent monthly.\n")
     second = upload(client, "nothing to the point")

@@ -138,6 +138,8 @@ def test_patch_sets_pin_lifetime_and_expiry(client: OpenAI, server: Server, http
     assert server.kv.policies[holder] == (None, False)
     cleared = http.patch(f"/v1/documents/{file_id}", json={"kv_ttl_s": None, "expires_after_s": None}).json()
     assert (cleared["kv_ttl_s"], cleared["expires_at"]) == (None, None)
+    renamed = http.patch(f"/v1/documents/{file_id}", json={"filename": "../new\nname.txt"}).json()
+    assert renamed["filename"] == "newname.txt"
     for wrong in ({"kv_ttl_s": -1}, {"colour": "red"}, {"pin": "maybe"}):
         answer = http.patch(f"/v1/documents/{file_id}", json=wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(wrong)))
@@ -275,11 +277,10 @@ def test_unknown_document(http: httpx.Client, method: str, path: str) -> None:
 
 
 def test_not_ingested_yet_is_a_conflict_that_a_retry_cannot_mend_at_once(http: httpx.Client, server: Server) -> None:
-    # A kind of job that the worker doesn't get: its ingest is taken by somebody who does nothing.
     server.worker.hold_ingest = True
     file_id = http.post("/v1/documents", files=[("file", ("a.txt", b"unread"))]).json()["id"]
-    answer = http.get(f"/v1/documents/{file_id}/manifest")
+    answer, state = http.get(f"/v1/documents/{file_id}/manifest"), http.get(f"/v1/documents/{file_id}").json()["state"]
     server.worker.hold_ingest = False
+    assert state == "ingest"
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "document_not_ready")
     assert answer.headers["x-should-retry"] == "false"
-    assert http.get(f"/v1/documents/{file_id}").json()["state"] == "ingest"
