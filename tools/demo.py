@@ -1,6 +1,6 @@
 """`make demo`: a real server reads a part of this repository, answers from it cold and warm, and shows what that cost.
 
-Everything goes over HTTP with the official OpenAI client, as a program of a user would. Exits with 1 if an answer is wrong.
+Everything goes over HTTP with the official OpenAI client, as a user's program would. Exits with 1 on a wrong answer.
 """
 
 import io

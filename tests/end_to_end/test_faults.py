@@ -1,4 +1,4 @@
-"""Bad input and broken storage over real HTTP: a clear error in the OpenAI shape, nothing lost, the service lives on."""
+"""Bad input and broken storage over real HTTP: a clear error in the OpenAI shape, nothing lost, service goes on."""
 
 import io
 import json
