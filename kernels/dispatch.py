@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 OPS = (
     "block_sparse_attention",
+    "block_lse",
     "block_scores",
     "block_selection",
     "sampled_lse",

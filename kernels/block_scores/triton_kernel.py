@@ -66,7 +66,7 @@ def block_scores(
         # Only the keys that these row blocks see: behind them the masses stay 0.
         seen = min(k_tokens, row_offset + last * row_block)
         part = rows[:, first:last].reshape(kv_heads, -1).contiguous()
-        lse = block_lse(q, k[:, :seen], part, samples, key_block, row_offset, scale)
+        lse = block_lse(q, k[:, :seen], part, per_head=samples, key_block=key_block, row_offset=row_offset, scale=scale)
         fold_masses_kernel[(last - first, kv_heads)](
             lse, masses[first], part.shape[1], lse.shape[1], key_blocks,
             KV_HEADS=kv_heads, PER_BLOCK=per_block, ROWS=triton.next_power_of_2(per_block),

@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.block_selection import reference
 from kernels.block_selection.budget import FORCED, STEPS, TARGET_STEPS, budgets, causal_counts, target_steps
 
 _STEPS = tl.constexpr(STEPS)
 _FORCED = tl.constexpr(FORCED)
 _TARGET_STEPS = tl.constexpr(TARGET_STEPS)
+_MOST_BLOCKS = 1 << 16  # what a program's registers hold: 8M tokens in blocks of 128; above, the reference sorts
 _BISECTIONS = tl.constexpr(31)  # thresholds lie in 0 … FORCED < 2³¹
 
 
@@ -28,95 +30,59 @@ def _order_key(mass, block, causal, SINK: tl.constexpr, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _needed(order_ptr, mass_ptr, causal, share, SINK: tl.constexpr, LOCAL: tl.constexpr, CHUNK: tl.constexpr):
-    """How many blocks, heaviest in `order` first, hold `share` of `mass`."""
-    whole = tl.zeros([], tl.int64)
-    for start in tl.range(0, causal, CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        whole += tl.sum(_fixed(mass_ptr, block, causal)).to(tl.int64)
-    wanted = (whole * share + _TARGET_STEPS - 1) // _TARGET_STEPS
+def _needed(key, mass, causal, share):
+    """How many blocks, in descending order of `key`, hold `share` of `mass`. Whole sums are below 2³⁰."""
+    wanted = (tl.sum(mass).to(tl.int64) * share + _TARGET_STEPS - 1) // _TARGET_STEPS
     low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + _FORCED
     for _ in tl.range(0, _BISECTIONS):
         middle = low + (high - low) // 2
-        reached = tl.zeros([], tl.int64)
-        for start in tl.range(0, causal, CHUNK):
-            block = start + tl.arange(0, CHUNK)
-            key = _order_key(_fixed(order_ptr, block, causal), block, causal, SINK, LOCAL)
-            reached += tl.sum(tl.where(key >= middle, _fixed(mass_ptr, block, causal), 0)).to(tl.int64)
-        low = tl.where(reached >= wanted, middle, low)
-        high = tl.where(reached >= wanted, high, middle)
-    count = tl.zeros([], tl.int32)
-    for start in tl.range(0, causal, CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        key = _order_key(_fixed(order_ptr, block, causal), block, causal, SINK, LOCAL)
-        count += tl.sum((key >= low).to(tl.int32))
-    return tl.where(share >= _TARGET_STEPS, causal, count)
+        enough = tl.sum(tl.where(key >= middle, mass, 0)).to(tl.int64) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return tl.where(share >= _TARGET_STEPS, causal, tl.sum((key >= low).to(tl.int32)))
 
 
 @triton.jit
 def needed_kernel(masses_ptr, causal_ptr, share_ptr, needed_ptr, key_blocks, KV_HEADS: tl.constexpr,
-                  SINK: tl.constexpr, LOCAL: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                  SINK: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """needed[list] = blocks that fold 1 needs in fold 0's order + blocks that fold 0 needs in fold 1's order."""
     index = tl.program_id(0).to(tl.int64)
     causal = tl.load(causal_ptr + index // KV_HEADS)
     share = tl.load(share_ptr + index)
-    first = masses_ptr + index * 2 * key_blocks
-    second = first + key_blocks
-    held = tl.zeros([], tl.int32)
-    for start in tl.range(0, causal, CHUNK):
-        held += tl.sum(_fixed(second, start + tl.arange(0, CHUNK), causal))
-    second = tl.where(held == 0, first, second)
-    count = _needed(first, second, causal, share, SINK, LOCAL, CHUNK)
-    count += _needed(second, first, causal, share, SINK, LOCAL, CHUNK)
+    block = tl.arange(0, BLOCKS)
+    first = _fixed(masses_ptr + index * 2 * key_blocks, block, causal)
+    second = _fixed(masses_ptr + (index * 2 + 1) * key_blocks, block, causal)
+    second = tl.where(tl.sum(second) == 0, first, second)
+    count = _needed(_order_key(first, block, causal, SINK, LOCAL), second, causal, share)
+    count += _needed(_order_key(second, block, causal, SINK, LOCAL), first, causal, share)
     tl.store(needed_ptr + index, count)
 
 
 @triton.jit
-def _joint_key(first, second, use_first, block, causal, SINK: tl.constexpr, LOCAL: tl.constexpr):
-    mass = _fixed(first, block, causal)
-    mass += tl.where(use_first, mass, _fixed(second, block, causal))
-    return _order_key(mass, block, causal, SINK, LOCAL)
-
-
-@triton.jit
 def fill_kernel(masses_ptr, causal_ptr, offsets_ptr, blocks_ptr, key_blocks, KV_HEADS: tl.constexpr,
-                SINK: tl.constexpr, LOCAL: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                SINK: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Write each list's heaviest blocks, as many as its offsets leave room for, in ascending order."""
     index = tl.program_id(0).to(tl.int64)
     causal = tl.load(causal_ptr + index // KV_HEADS)
     begin = tl.load(offsets_ptr + index)
     budget = (tl.load(offsets_ptr + index + 1) - begin).to(tl.int32)
-    first = masses_ptr + index * 2 * key_blocks
-    second = first + key_blocks
-    held = tl.zeros([], tl.int32)
-    for start in tl.range(0, causal, CHUNK):
-        held += tl.sum(_fixed(second, start + tl.arange(0, CHUNK), causal))
+    block = tl.arange(0, BLOCKS)
+    first = _fixed(masses_ptr + index * 2 * key_blocks, block, causal)
+    second = _fixed(masses_ptr + (index * 2 + 1) * key_blocks, block, causal)
+    second = tl.where(tl.sum(second) == 0, first, second)
+    key = _order_key(first + second, block, causal, SINK, LOCAL)
     # Largest threshold that at least `budget` blocks reach; of those that equal it the earliest fill the rest.
     low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + (_FORCED + 1)
     for _ in tl.range(0, _BISECTIONS):
         middle = low + (high - low) // 2
-        count = tl.zeros([], tl.int32)
-        for start in tl.range(0, causal, CHUNK):
-            key = _joint_key(first, second, held == 0, start + tl.arange(0, CHUNK), causal, SINK, LOCAL)
-            count += tl.sum((key >= middle).to(tl.int32))
-        low = tl.where(count >= budget, middle, low)
-        high = tl.where(count >= budget, high, middle)
-    above = tl.zeros([], tl.int32)
-    for start in tl.range(0, causal, CHUNK):
-        key = _joint_key(first, second, held == 0, start + tl.arange(0, CHUNK), causal, SINK, LOCAL)
-        above += tl.sum((key > low).to(tl.int32))
-    equal_room = budget - above
-    written, equal_seen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for start in tl.range(0, causal, CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        key = _joint_key(first, second, held == 0, block, causal, SINK, LOCAL)
-        equal = (key == low).to(tl.int32)
-        equal_rank = equal_seen + tl.cumsum(equal)
-        keep = (key > low) | ((equal == 1) & (equal_rank <= equal_room))
-        rank = written + tl.cumsum(keep.to(tl.int32)) - 1
-        tl.store(blocks_ptr + begin + rank, block, mask=keep)
-        written += tl.sum(keep.to(tl.int32))
-        equal_seen += tl.sum(equal)
+        enough = tl.sum((key >= middle).to(tl.int32)) >= budget
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    equal = (key == low).to(tl.int32)
+    room = budget - tl.sum((key > low).to(tl.int32))
+    keep = (key > low) | ((equal == 1) & (tl.cumsum(equal) <= room))
+    rank = tl.cumsum(keep.to(tl.int32)) - 1
+    tl.store(blocks_ptr + begin + rank, block, mask=keep)
 
 
 def select_blocks(
@@ -132,11 +98,16 @@ def select_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets, blocks) of the block lists; `blocks` has room for every block, so that no count reaches the host."""
     row_blocks, kv_heads, _, key_blocks = masses.shape
+    if key_blocks > _MOST_BLOCKS:
+        return reference.select_blocks(
+            masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
+        )
     masses = masses.float()
     causal = causal_counts(row_blocks, row_block, key_block, row_offset, key_blocks, masses.device)
     needed = torch.empty(row_blocks, kv_heads, dtype=torch.int32, device=masses.device)
-    chunk = min(4096, max(32, triton.next_power_of_2(key_blocks)))
-    constants = {"KV_HEADS": kv_heads, "SINK": sink_blocks, "LOCAL": local_blocks, "CHUNK": chunk}
+    held = max(32, triton.next_power_of_2(key_blocks))
+    constants = {"KV_HEADS": kv_heads, "SINK": sink_blocks, "LOCAL": local_blocks, "BLOCKS": held}
+    constants["num_warps"] = max(1, min(32, held // 1024))  # 32 blocks a thread stay in registers
     grid = (row_blocks * kv_heads,)
     needed_kernel[grid](masses, causal, target_steps(target), needed, key_blocks, **constants)
     budget = budgets(

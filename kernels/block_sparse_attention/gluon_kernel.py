@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -21,22 +20,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.block_lists import BlockLists
 from kernels.block_sparse_attention import triton_kernel
 from kernels.dispatch import Capability, capability
+from kernels.hopper import aligned_for_tma, element, group_barrier, tma_load, unsupported_hopper
 
 LOG2_E = 1.4426950408889634
 _LOWEST = gl.constexpr(-1.0e30)  # a finite maximum keeps exp2(m - m) from being NaN in rows without a key
 _ROWS = 128  # packed rows of a program: two warp groups of 64
 _BARRIER_BYTES = 1024
-# Newer Tritons renamed these two.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 def unsupported(numbers: Capability) -> str | None:
-    if numbers.compute[0] != 9:
-        return f"compute capability {numbers.compute}, wgmma needs 9.x"
-    if numbers.shared_memory_bytes < 227 * 1024:
-        return f"{numbers.shared_memory_bytes} bytes of shared memory a block, needs {227 * 1024}"
-    return None
+    return unsupported_hopper(numbers)
 
 
 @gluon.jit
@@ -84,10 +77,10 @@ def _fetch(k_desc, v_desc, k_ring, v_ring, k_full, k_free, v_full, v_free, offse
             phase = (fetched // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_full.index(stage), BLOCK_BYTES)
-            _tma_load(k_desc, [kv_head, block * KEY_BLOCK, 0], k_full.index(stage), k_ring.index(stage))
+            tma_load(k_desc, [kv_head, block * KEY_BLOCK, 0], k_full.index(stage), k_ring.index(stage))
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_full.index(stage), BLOCK_BYTES)
-            _tma_load(v_desc, [kv_head, block * KEY_BLOCK, 0], v_full.index(stage), v_ring.index(stage))
+            tma_load(v_desc, [kv_head, block * KEY_BLOCK, 0], v_full.index(stage), v_ring.index(stage))
             block = following
             fetched += 1
 
@@ -131,7 +124,7 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
         channel = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, q_layout))
         q_tile.store(gl.load(q_ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0))
         fence_async_shared()
-        _group_barrier()
+        group_barrier()
 
         # Blocks that reach past this half's first row need the mask: they are the list's last, so they come first.
         first_position = row_offset + row_block * ROW_BLOCK + start // GROUP
@@ -164,11 +157,10 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
             scores = gl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
             weights, m, alpha, total = _softmax(scores, m, total, qk_scale)
             p = gl.convert_layout(weights.to(dtype), p_layout)
+            mbarrier.wait(k_full.index((used + 1) % STAGES), (used + 1) // STAGES & 1, pred=count > 1)
             for step in range(1, count):
                 stage = (used + step) % STAGES
-                phase = (used + step) // STAGES & 1
                 before = (used + step - 1) % STAGES
-                mbarrier.wait(k_full.index(stage), phase)
                 if PING_PONG:
                     mbarrier.wait(turns.index(GROUP_INDEX), (used + step & 1) ^ (1 - GROUP_INDEX))
                 k = k_ring.index(stage).reshape([KEY_BLOCK, HEAD_DIM])
@@ -184,6 +176,10 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
                     keys = gl.load(blocks_ptr + end - 1 - step) * KEY_BLOCK + key
                     scores = gl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
                 weights, m, alpha, total = _softmax(scores, m, total, qk_scale)
+                # Waiting for the next keys here, not above, keeps the assembler from hoisting the wait for the
+                # product over the softmax that it is to run beside: it moves nothing across this loop.
+                ahead = used + step + 1
+                mbarrier.wait(k_full.index(ahead % STAGES), ahead // STAGES & 1, pred=step + 1 < count)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_free.index(before), count=1)
                 p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -264,16 +260,7 @@ def block_sparse_attention_kernel(
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists) -> bool:
     """Whether this kernel has a configuration for these arguments; the Triton kernel takes all others."""
-    aligned = all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:2]) for t in (k, v)
-    )
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[2] in (64, 128)
-        and lists.key_block in (64, 128)
-        and q.stride(1) % 8 == 0
-        and aligned
-    )
+    return q.shape[2] in (64, 128) and lists.key_block in (64, 128) and q.stride(1) % 8 == 0 and aligned_for_tma(k, v)
 
 
 def block_sparse_attention(
@@ -300,8 +287,7 @@ def block_sparse_attention(
         room = numbers.shared_memory_bytes - _BARRIER_BYTES - _ROWS * head_dim * q.element_size()
         stages = min(4, room // ring_bytes)
     block = [1, lists.key_block, head_dim]
-    element = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    layout = gl.NVMMASharedLayout.get_default_for(block, element(q.dtype))
     k_desc, v_desc = (TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t in (k, v))
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     tiles = triton.cdiv(lists.row_block * group, _ROWS)

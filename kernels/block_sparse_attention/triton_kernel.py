@@ -30,18 +30,19 @@ def _accumulate(q, k_base, v_base, acc, m, total, key_start, k_tokens, position,
     """One step of the online softmax: BLOCK_N keys from key_start on."""
     keys = key_start + tl.arange(0, BLOCK_N)
     channels = tl.arange(0, BLOCK_D)
-    inside = keys[:, None] < k_tokens
-    if BLOCK_D != HEAD_DIM:
-        inside = inside & (channels[None, :] < HEAD_DIM)
     rows = keys.to(tl.int64)[:, None]
-    k = tl.load(k_base + rows * stride_kt + channels[None, :], mask=inside, other=0.0)
+    k_at, v_at = k_base + rows * stride_kt + channels[None, :], v_base + rows * stride_vt + channels[None, :]
+    # Blocks before the tile's first row lie inside k: they load without a mask, unless channels are padded.
+    inside = (keys[:, None] < k_tokens) & (channels[None, :] < HEAD_DIM)
+    PADDED: tl.constexpr = MASKED or BLOCK_D != HEAD_DIM
+    k = tl.load(k_at, mask=inside, other=0.0) if PADDED else tl.load(k_at)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
     if MASKED:
         scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     weights = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    v = tl.load(v_base + rows * stride_vt + channels[None, :], mask=inside, other=0.0)
+    v = tl.load(v_at, mask=inside, other=0.0) if PADDED else tl.load(v_at)
     acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, total * alpha + tl.sum(weights, 1)
 

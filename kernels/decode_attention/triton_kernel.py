@@ -35,6 +35,13 @@ def split_kernel(
     head = kv_head * GROUP + row
     q_at = q_ptr + entry * stride_qb + head[:, None] * stride_qh + channels[None, :]
     q = tl.load(q_at, mask=(row < GROUP)[:, None] & inside[None, :], other=0.0)
+    q_scale = tl.full([ROWS], 1.0, tl.float32) * qk_scale
+    if QUANTISED:
+        # float8_e4m3fn turns into float16 exactly and in one instruction (bfloat16 takes two more); q, scaled to 1 so
+        # that it can't overflow, loses nothing either: float16 has three more bits than bfloat16.
+        largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1.0e-30)
+        q_scale *= largest
+        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     m = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -46,19 +53,20 @@ def split_kernel(
         k_at = k_ptr + page * stride_kp + kv_head * stride_kh + key[:, None] * stride_kt + channels[None, :]
         v_at = v_ptr + page * stride_vp + kv_head * stride_vh + key[:, None] * stride_vt + channels[None, :]
         k = tl.load(k_at, mask=mask, other=0.0).to(q.dtype)
-        score_scale = qk_scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None]
         if QUANTISED:
-            score_scale *= tl.load(k_scales_ptr + page * stride_ksp + kv_head * stride_ksh)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+            scores *= tl.load(k_scales_ptr + page * stride_ksp + kv_head * stride_ksh)
         scores = tl.where(held[None, :], scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         weights = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         total = total * alpha + tl.sum(weights, 1)
-        if QUANTISED:
-            weights *= tl.load(v_scales_ptr + page * stride_vsp + kv_head * stride_vsh)
         v = tl.load(v_at, mask=mask, other=0.0).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if QUANTISED:
+            v_scale = tl.load(v_scales_ptr + page * stride_vsp + kv_head * stride_vsh)
+            acc = acc * alpha[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION) * v_scale
+        else:
+            acc = tl.dot(weights.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     at = (tl.program_id(1).to(tl.int64) * splits + split) * ROWS + row
     tl.store(acc_ptr + at[:, None] * BLOCK_D + channels[None, :], acc)
@@ -101,17 +109,23 @@ def decode_attention(
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
     scale: float,
+    *,
+    warps: int | None = None,
+    stages: int | None = None,
+    programs: int = _PROGRAMS_PER_MULTIPROCESSOR,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [batch, heads, head_dim], lse [batch, heads])."""
+    """(out [batch, heads, head_dim], lse [batch, heads]). The keyword arguments are for benchmarks."""
     batch, heads, head_dim = q.shape
     _, kv_heads, page = k_pages.shape[:3]
     group = heads // kv_heads
     rows, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(head_dim)
-    splits = _splits(q.device, batch * kv_heads, page_table.shape[1])
+    splits = _splits(q.device, batch * kv_heads, page_table.shape[1], programs)
     acc = torch.empty(batch * kv_heads, splits, rows, block_d, dtype=torch.float32, device=q.device)
     m = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=q.device)
     total = torch.empty_like(m)
     page_bytes = page * block_d * k_pages.element_size()
+    if stages is None:
+        stages = max(1, min(3, shared_memory_bytes(q.device) // (2 * page_bytes + 16 * 1024)))
     strides = [0, 0, 0, 0]
     if k_scales is not None and v_scales is not None:
         strides = [*k_scales.stride(), *v_scales.stride()]
@@ -120,8 +134,7 @@ def decode_attention(
         q.stride(0), q.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3], page_table.stride(0), *strides,
         splits, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE=page,
-        QUANTISED=k_scales is not None, PRECISION=precision(q.dtype), num_warps=4,
-        num_stages=max(1, min(3, shared_memory_bytes(q.device) // (2 * page_bytes + 16 * 1024))),
+        QUANTISED=k_scales is not None, PRECISION=precision(q.dtype), num_warps=warps or 4, num_stages=stages,
     )  # fmt: skip
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
@@ -133,7 +146,7 @@ def decode_attention(
     return out, lse
 
 
-def _splits(device: torch.device, groups: int, max_pages: int) -> int:
+def _splits(device: torch.device, groups: int, max_pages: int, programs: int) -> int:
     """Enough splits to fill the device a few times over; never more than the longest entry has pages."""
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * max(1, capability(device).multiprocessors)
+    programs *= max(1, capability(device).multiprocessors)
     return max(1, min(max_pages, triton.cdiv(programs, groups), 256))

@@ -4,12 +4,6 @@ import torch
 
 from kernels.block_lists import BlockLists, mask_from_lists
 from kernels.block_scores.cpu import block_lse
-from kernels.dispatch import Capability
-from kernels.flash_cpu import obstacle
-
-
-def unsupported(numbers: Capability) -> str | None:
-    return obstacle()
 
 
 def sampled_lse(
@@ -23,8 +17,7 @@ def sampled_lse(
     rows = rows.long()
     sampled = q[rows, torch.arange(heads)[:, None]].view(kv_heads, -1, q.shape[2])
     positions = rows.view(kv_heads, -1) + row_offset
-    whole_past = row_offset // lists.key_block
-    lse = block_lse(sampled, k, positions, whole_past, lists.key_block, scale).view(heads, samples, -1)
+    lse = block_lse(sampled, k, positions, lists.key_block, scale).view(heads, samples, -1)
     kept = mask_from_lists(lists, lse.shape[-1])
     list_head = torch.arange(heads)[:, None] // (heads // lists.list_heads)
     kept_lse = lse.masked_fill(~kept[rows // lists.row_block, list_head], float("-inf"))

@@ -58,7 +58,7 @@ def sampled_lse(
     step = max(1, rows_per_pass(kv_heads, key_blocks) // group) * group
     for first in range(0, samples * group, step):
         part = packed[:, first : first + step].contiguous()
-        lse = block_lse(q, k, part, 1, lists.key_block, row_offset, scale)
+        lse = block_lse(q, k, part, per_head=1, key_block=lists.key_block, row_offset=row_offset, scale=scale)
         both = torch.empty(2, *part.shape, dtype=torch.float32, device=q.device)
         kept_lse_kernel[(part.shape[1], kv_heads)](
             lse, part, lists.offsets, lists.blocks, both[0], both[1], part.shape[1], lse.shape[1],

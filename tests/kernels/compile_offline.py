@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.block_lse import block_lse_kernel
+from kernels.block_lse.triton_kernel import block_lse_kernel
 from kernels.block_scores.triton_kernel import fold_masses_kernel
 from kernels.block_selection.triton_kernel import fill_kernel, needed_kernel
 from kernels.block_sparse_attention.triton_kernel import block_sparse_attention_kernel
@@ -37,7 +37,7 @@ def cases(arch: int) -> Iterator[Case]:
         for key_block in (64, 128):
             tile = attention_tile(head_dim, 2, 512, key_block, shared)
             yield (
-                f"block_sparse_attention d{head_dim} k{key_block}",
+                f"block_sparse_attention-d{head_dim}-k{key_block}",
                 block_sparse_attention_kernel,
                 {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16"), "lse_ptr": "*fp32", **lists},
                 {"LIST_HEADS": 8, "LISTS_PER_KV": 1, "GROUP": 4, "ROW_BLOCK": 128, "KEY_BLOCK": key_block, **head,
@@ -46,7 +46,7 @@ def cases(arch: int) -> Iterator[Case]:
             )  # fmt: skip
         tile = scoring_tile(head_dim, 2, 512, 128, shared)
         yield (
-            f"block_lse d{head_dim}",
+            f"block_lse-d{head_dim}",
             block_lse_kernel,
             {"q_ptr": "*bf16", "k_ptr": "*bf16", "rows_ptr": "*i32", "out_ptr": "*fp32"},
             {"GROUP": 4, "PER_HEAD": 2, "KEY_BLOCK": 128, **head, "BLOCK_M": tile.rows,
@@ -56,7 +56,7 @@ def cases(arch: int) -> Iterator[Case]:
         for stored in ("*bf16", "*fp8e4nv") if arch >= 89 else ("*bf16",):
             page_bytes = 128 * width * (2 if stored == "*bf16" else 1)
             yield (
-                f"decode_split d{head_dim} {stored[1:]}",
+                f"decode_split-d{head_dim}-{stored[1:]}",
                 split_kernel,
                 {"q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, "table_ptr": "*i32", "lengths_ptr": "*i32",
                  **dict.fromkeys(("k_scales_ptr", "v_scales_ptr", "acc_ptr", "m_ptr", "total_ptr"), "*fp32")},
@@ -78,10 +78,10 @@ def cases(arch: int) -> Iterator[Case]:
         {"KV_HEADS": 8, "PER_BLOCK": 8, "ROWS": 8, "BLOCK_K": 512},
         {},
     )
-    selection = {"KV_HEADS": 8, "SINK": 1, "LOCAL": 2, "CHUNK": 4096}
+    selection = {"KV_HEADS": 8, "SINK": 1, "LOCAL": 2, "BLOCKS": 8192}
     pointers = {"masses_ptr": "*fp32", "causal_ptr": "*i32", "share_ptr": "*i32", "needed_ptr": "*i32", **lists}
-    yield "needed", needed_kernel, pointers, selection, {}
-    yield "fill", fill_kernel, pointers, selection, {}
+    yield "needed", needed_kernel, pointers, selection, {"num_warps": 8}
+    yield "fill", fill_kernel, pointers, selection, {"num_warps": 8}
     yield (
         "kept_lse",
         kept_lse_kernel,
@@ -93,14 +93,14 @@ def cases(arch: int) -> Iterator[Case]:
     for fp8 in (False, True) if arch >= 89 else (False,):
         out = {"out_ptr": "*fp8e4nv" if fp8 else "*bf16"}
         yield (
-            f"rms_norm fp8={fp8}",
+            f"rms_norm-fp8={fp8}",
             rms_norm_kernel,
             {**rows, **out},
             {"RESIDUAL": True, "FP8": fp8, "BLOCK": 4096},
             {"num_warps": 8},
         )
         yield (
-            f"swiglu fp8={fp8}",
+            f"swiglu-fp8={fp8}",
             swiglu_kernel,
             {"gate_up_ptr": "*bf16", "scale_ptr": "*fp32", **out},
             {"FP8": fp8, "BLOCK": 16384 if fp8 else 2048},
@@ -142,7 +142,7 @@ def main() -> None:
     arch = int(sys.argv[1])
     only = sys.argv[2:]
     for case in cases(arch):
-        if not only or case[0].split()[0] in only:
+        if not only or case[0] in only:
             print(f"{case[0]}\t{compiled_shared_bytes(case, arch)}", flush=True)
 
 

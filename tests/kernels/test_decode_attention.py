@@ -55,8 +55,9 @@ def test_fp8_pages(path, device):
     arguments = (q, pages_view(k8), pages_view(v8), table, lengths)
     out, lse = run(path, *arguments, k_scales=k_scales.T, v_scales=v_scales.T)
     want, want_lse = expected(*arguments, k_scales.T, v_scales.T)
-    assert relative_error(out, want) <= RELATIVE_ERROR[dtype]
-    assert lse_error(lse, want_lse) <= LSE_ERROR[dtype]
+    # FP8 pages are multiplied in float16, whatever q's dtype.
+    assert relative_error(out, want) <= max(RELATIVE_ERROR[dtype], RELATIVE_ERROR[torch.float16])
+    assert lse_error(lse, want_lse) <= LSE_ERROR[torch.float16]
 
 
 @pytest.mark.parametrize("path", paths("decode_attention"))

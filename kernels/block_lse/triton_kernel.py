@@ -1,4 +1,4 @@
-"""Log-sum-exp of gathered rows over every key block: the one pass over the keys that scoring and the guard share."""
+"""Block-wise log-sum-exp in Triton: one program a tile of samples and a run of key blocks."""
 
 import torch
 import triton
@@ -7,7 +7,6 @@ import triton.language as tl
 from kernels.launch import precision, scoring_tile, shared_memory_bytes
 
 LOG2_E = 1.4426950408889634
-_SCRATCH_VALUES = 1 << 26  # 256 MiB of float32: callers split their rows to stay under it
 
 
 @triton.jit
@@ -60,11 +59,6 @@ def block_lse_kernel(
 def block_lse(
     q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, per_head: int, key_block: int, row_offset: int, scale: float
 ) -> torch.Tensor:
-    """Base-2 log-sum-exps [kv_heads, key_blocks, samples] float32 of rows [kv_heads, samples] int32 of q.
-
-    Sample s belongs to head s // per_head % group of its KV head's group. Rows should ascend: a tile of samples
-    whose positions are close together skips its future.
-    """
     kv_heads, k_tokens, head_dim = k.shape
     samples, key_blocks = rows.shape[1], triton.cdiv(k_tokens, key_block)
     out = torch.empty(kv_heads, key_blocks, samples, dtype=torch.float32, device=q.device)
@@ -78,8 +72,3 @@ def block_lse(
         PRECISION=precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def rows_per_pass(kv_heads: int, key_blocks: int) -> int:
-    """How many samples a KV head may have in one call of `block_lse` for its result to stay within the scratch."""
-    return max(1, _SCRATCH_VALUES // (kv_heads * key_blocks))

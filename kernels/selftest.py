@@ -1,0 +1,214 @@
+"""Every operation against its reference on small shapes: run at worker start and by `foreword check`.
+
+A path that fails is taken out of the dispatch, its reason logged, and the next best one is tried.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels import dispatch
+from kernels.block_lists import BlockLists, causal_lists, lists_from_mask
+from kernels.block_lse import block_lse
+from kernels.block_scores import block_scores
+from kernels.block_selection import select_blocks
+from kernels.block_sparse_attention import block_sparse_attention
+from kernels.decode_attention import decode_attention, pages_view
+from kernels.dense_attention import dense_attention
+from kernels.full_attention import full_attention
+from kernels.kv_quant import dequantise_kv, quantise_kv
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope
+from kernels.sampled_lse import sampled_lse
+from kernels.swiglu import swiglu
+
+Tensors = tuple[torch.Tensor, ...]
+
+# Relative error ‖out − reference‖ / ‖reference‖, the reference fed the same rounded inputs: rounding of the softmax
+# weights and of the output leaves 2–3e-3 in bfloat16; a wrong tile leaves far more.
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-4}
+_TOKENS, _OFFSET, _HEADS, _KV_HEADS = 200, 100, 6, 2
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one operation: the path it will take, and the paths that failed on the way to it."""
+
+    op: str
+    path: str
+    reason: str
+    failed: tuple[tuple[str, str], ...]  # (path, why)
+
+
+def run(
+    device: torch.device, *, dtype: torch.dtype | None = None, head_dims: Sequence[int] = (64, 128)
+) -> list[Result]:
+    """Check every operation on `device` in `dtype` (default: bfloat16 on a GPU, float32 elsewhere).
+
+    Raises RuntimeError when an operation has no path left that works.
+    """
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return [_check(op, cases, device, dtype, head_dims) for op, cases in _CASES.items()]
+
+
+def _check(
+    op: str,
+    case: Callable[[torch.device, torch.dtype, int], Tensors],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: Sequence[int],
+) -> Result:
+    failed = []
+    with dispatch.override(op, "reference"):
+        expected = [case(device, dtype, head_dim) for head_dim in head_dims]
+    while True:
+        dispatch.implementation(op, device)
+        path, reason = dispatch.paths()[op]
+        if path == "reference":
+            return Result(op, path, reason, tuple(failed))
+        problem = _problem(case, expected, device, dtype, head_dims)
+        if problem is None:
+            return Result(op, path, reason, tuple(failed))
+        failed.append((path, problem))
+        dispatch.mark_failed(op, path, device, problem)
+
+
+def _problem(
+    case: Callable[[torch.device, torch.dtype, int], Tensors],
+    expected: Sequence[Tensors],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: Sequence[int],
+) -> str | None:
+    for head_dim, wanted in zip(head_dims, expected, strict=True):
+        # Whatever a compiler or a driver may raise, the worker must live on with another path.
+        try:
+            got = case(device, dtype, head_dim)
+            errors = [_relative_error(mine, want) for mine, want in zip(got, wanted, strict=True)]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:500]
+        if not all(error <= TOLERANCE[dtype] for error in errors):
+            return f"head_dim {head_dim}: relative errors {', '.join(f'{e:.1e}' for e in errors)}"
+    return None
+
+
+def _relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """NaN, which no tolerance admits, where an infinity is out of place or a value is missing."""
+    got, expected = got.double(), expected.double()
+    if not torch.equal(got.isinf(), expected.isinf()):
+        return float("nan")
+    finite = expected.isfinite()
+    return float((got - expected)[finite].norm() / expected[finite].norm().clamp(min=1e-12))
+
+
+def _normal(*shape: int, device: torch.device, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def _attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    k_tokens = _OFFSET + _TOKENS
+    q = _normal(_TOKENS, _HEADS, head_dim, device=device, dtype=dtype, seed=1)
+    k, v = (_normal(_KV_HEADS, k_tokens, head_dim, device=device, dtype=dtype, seed=s) for s in (2, 3))
+    return q, k, v
+
+
+def _lists(device: torch.device) -> BlockLists:
+    """Causal blocks with holes, the same on every device."""
+    whole = causal_lists(rows=_TOKENS, row_offset=_OFFSET, list_heads=1, row_block=128, key_block=64, device="cpu")
+    kept = torch.zeros(whole.row_blocks, _KV_HEADS, -(-(_OFFSET + _TOKENS) // 64), dtype=torch.bool)
+    for row_block, last in enumerate(whole.counts[:, 0].tolist()):
+        kept[row_block, 0, :last:2] = True
+        kept[row_block, 1, last - 1] = True
+    return lists_from_mask(kept.to(device), row_block=128, key_block=64)
+
+
+def _sparse(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    q, k, v = _attention(device, dtype, head_dim)
+    return block_sparse_attention(q, k, v, _lists(device), row_offset=_OFFSET)
+
+
+def _lse(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    q, k, _ = _attention(device, dtype, head_dim)
+    rows = torch.arange(0, 60, dtype=torch.int32, device=device).view(_KV_HEADS, 30)
+    return (block_lse(q, k, rows, per_head=1, key_block=64, row_offset=_OFFSET, scale=head_dim**-0.5),)
+
+
+def _scores(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    q, k, _ = _attention(device, dtype, head_dim)
+    offsets = torch.arange(0, 12 * _HEADS, 6, dtype=torch.int32, device=device).view(_HEADS, 2)
+    return (block_scores(q, k, offsets, row_block=128, key_block=64, row_offset=_OFFSET),)
+
+
+def _selection(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    masses = _normal(3, 2, 2, 40, device=device, dtype=torch.float32, seed=head_dim).mul(3).softmax(-1)
+    lists = select_blocks(masses, target=0.9, row_block=64, key_block=64, row_offset=37 * 64)
+    return lists.offsets, lists.blocks[: int(lists.offsets[-1])]
+
+
+def _sampled(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    q, k, _ = _attention(device, dtype, head_dim)
+    rows = torch.arange(0, 30 * _HEADS, 5, dtype=torch.int32, device=device).view(_HEADS, 6)
+    return sampled_lse(q, k, rows, _lists(device), row_offset=_OFFSET)
+
+
+def _dense(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    q, k, v = _attention(device, dtype, head_dim)
+    return dense_attention(q, k, v, row_offset=_OFFSET)
+
+
+def _full(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    return full_attention(*_attention(device, dtype, head_dim))
+
+
+def _decode(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    k, v = (_normal(_KV_HEADS, 384, head_dim, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    q = _normal(2, _HEADS, head_dim, device=device, dtype=dtype, seed=3)
+    table = torch.tensor([[0, 1, 2], [2, 0, 1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([384, 150], dtype=torch.int32, device=device)
+    plain = decode_attention(q, pages_view(k), pages_view(v), table, lengths)
+    # Quantised by the reference, so that only the decode is on trial.
+    with dispatch.override("kv_quant", "reference"):
+        (k8, k_scales), (v8, v_scales) = quantise_kv(k), quantise_kv(v)
+    scales = {"k_scales": k_scales.T, "v_scales": v_scales.T}
+    return *plain, *decode_attention(q, pages_view(k8), pages_view(v8), table, lengths, **scales)
+
+
+def _norm(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    x, residual = (_normal(5, 9 * head_dim, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    return rms_norm(x, _normal(9 * head_dim, device=device, dtype=dtype, seed=3), residual=residual)
+
+
+def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    x = _normal(7, _HEADS, head_dim, device=device, dtype=dtype, seed=1)
+    angle = _normal(7, head_dim // 2, device=device, dtype=torch.float32, seed=2)
+    return (rope(x, angle.cos(), angle.sin()),)
+
+
+def _swiglu(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    return (swiglu(_normal(5, 6 * head_dim, device=device, dtype=dtype, seed=1)),)
+
+
+def _quantised(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    """There and back: a value on the edge of two FP8 steps may fall either way, its neighbour 1/16 off; so the values
+    are such as FP8 holds exactly."""
+    steps = torch.arange(_KV_HEADS * 300 * head_dim, device=device) % 15 - 7
+    x = (steps * 64.0).view(_KV_HEADS, 300, head_dim).to(dtype)
+    stored, scales = quantise_kv(x)
+    return scales, dequantise_kv(stored, scales, dtype=dtype)
+
+
+_CASES: dict[str, Callable[[torch.device, torch.dtype, int], Tensors]] = {
+    "block_sparse_attention": _sparse,
+    "block_lse": _lse,
+    "block_scores": _scores,
+    "block_selection": _selection,
+    "sampled_lse": _sampled,
+    "dense_attention": _dense,
+    "full_attention": _full,
+    "decode_attention": _decode,
+    "rms_norm": _norm,
+    "rope": _rope,
+    "swiglu": _swiglu,
+    "kv_quant": _quantised,
+}
