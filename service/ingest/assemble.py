@@ -7,6 +7,7 @@ from typing import Any
 from blake3 import blake3
 
 from service.ingest.base import IngestError, IngestOptions
+from service.ingest.names import display_name
 from service.ingest.secrets import find_secrets, mask
 from service.ingest.sections import Reader, unreadable
 from service.ingest.spool import Entry
@@ -162,7 +163,7 @@ class Assembler:
         if entry.reason is not None:
             out["reason"] = entry.reason
             if entry.detail:
-                out["detail"] = _printable(entry.detail)
+                out["detail"] = display_name(entry.detail)
         else:
             out |= {
                 "token_start": at(source.start),
@@ -258,12 +259,6 @@ def _exact(text: str, entry: Entry) -> str:
     return text
 
 
-def _printable(detail: str) -> str:
-    from service.ingest.names import display_name
-
-    return display_name(detail)
-
-
 def _held_text(held: Sequence[Message]) -> Iterator[str]:
     for message in held:
         if "page" in message:
@@ -278,13 +273,9 @@ def header(path: str) -> str:
 def tree(entries: Sequence[Entry]) -> str:
     """Paths by directory; what was left out is marked with its reason. Capped in files and characters."""
     by_folder: dict[str, list[str]] = {}
-    listed = 0
-    for entry in sorted(entries, key=lambda e: e.sort_key):
-        if listed >= TREE_FILES:
-            break
+    for entry in sorted(entries, key=lambda e: e.sort_key)[:TREE_FILES]:
         folder, _, name = entry.path.rpartition("/")
         by_folder.setdefault(folder, []).append(f"{name}{_remark(entry)}")
-        listed += 1
     lines = [f"=== {len(entries)} files ==="]
     chars = 0
     shown = 0
@@ -304,7 +295,7 @@ def _remark(entry: Entry) -> str:
     if entry.reason is None or entry.reason == "expanded":
         return ""
     if entry.reason == "symlink":
-        return f" -> {_printable(entry.detail or '')}"
+        return f" -> {display_name(entry.detail or '')}"
     if entry.reason == "submodule_missing":
         commit = f" at {entry.detail}" if entry.detail else ""
         return f" [submodule{commit}, not part of this upload]"

@@ -3,8 +3,8 @@
 IngestError carries one of these codes (docs/ingest.md says when each is raised):
 
 archive_bomb, archive_corrupt, archive_encrypted, archive_unsafe_path, bundle_missing_prerequisite, disk_full,
-document_corrupt, document_too_long, empty_input, ingest_failed, ingest_memory, ingest_timeout, manifest_invalid, needs_ocr, no_text,
-not_found, password_required, too_large, too_many_entries, unsupported_archive, unsupported_format,
+document_corrupt, document_too_long, empty_input, ingest_failed, ingest_memory, ingest_timeout, manifest_invalid,
+needs_ocr, no_text, not_found, password_required, too_large, too_many_entries, unsupported_archive, unsupported_format,
 unsupported_tokenizer
 """
 

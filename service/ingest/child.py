@@ -1,6 +1,6 @@
 """The ingesting process: one request on stdin, progress and the result as JSON lines on stdout.
 
-collect (sources → entries) → judge (what is left out) → order → read (entries → text) → stream (text → tokens) → manifest
+collect (sources → entries) → judge (what is left out) → order → read (entries → text) → stream (→ tokens) → manifest
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from service.ingest import sandbox
 from service.ingest.assemble import Assembler
 from service.ingest.base import MIB, IngestError, IngestLimits, IngestOptions, Source
 from service.ingest.collect import Attachment, Collection, Collector, OpenedMail
+from service.ingest.names import display_name
 from service.ingest.ocr import Ocr
 from service.ingest.order import content_hash, keep_base_order
 from service.ingest.pool import ParserPool, available_cores
@@ -130,7 +131,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "files": rows,
         "ignored": {
             "count": len(collection.ignored),
-            "paths": [_safe(p) for p in collection.ignored[:MAX_IGNORED_TOLD]],
+            "paths": [display_name(p) for p in collection.ignored[:MAX_IGNORED_TOLD]],
         },
         "warnings": collection.warnings,
     }
@@ -220,12 +221,6 @@ def _mail_opener(pool: ParserPool, scratch: Path) -> "Any":
         return mail
 
     return open_mail
-
-
-def _safe(path: str) -> str:
-    from service.ingest.names import display_name
-
-    return display_name(path)
 
 
 def _end_with_parent() -> None:

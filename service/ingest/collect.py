@@ -223,7 +223,8 @@ class Collector:
             return read_git_bundle(entry.file, self.spool, self.budget)
         raise IngestError(
             "unsupported_archive",
-            f"{name!r} is an archive of a kind that isn't read; readable are zip, tar (also .gz, .bz2, .xz, .zst) and git bundles",
+            f"{name!r} is an archive of a kind that isn't read; readable are zip, tar (also .gz, .bz2, .xz, .zst)"
+            " and git bundles",
         )
 
     def _take(self, members: Iterator[tuple[list[str], Entry]], *, prefix: list[str], inside: str) -> None:

@@ -64,8 +64,8 @@ SINGLE_BYTE = (
 def detect(data: bytes, *, is_utf8: bool | None = None) -> str:
     """Python's name of the encoding of `data` (a whole text, or its first SAMPLE_BYTES or more).
 
-    `is_utf8` tells what is already known of the whole. Never raises: where nothing fits, it is "utf-8", to be decoded with
-    replacement characters.
+    `is_utf8` tells what is already known of the whole. Never raises: where nothing fits, it is "utf-8", to be decoded
+    with replacement characters.
     """
     for mark, name in MARKS:
         if data.startswith(mark):

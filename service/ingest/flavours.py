@@ -42,7 +42,8 @@ def flavour(name: str, head: str) -> Flavour:
 def paged(text: str) -> Iterator[Message]:
     """Text whose pages are told by form feeds or EDGAR's <PAGE> lines; without either, one unpaged text.
 
-    The tags of a full-submission file (<SEC-HEADER>, <TYPE>, <S>, <C>) stay: they are no HTML. Pictures encoded as text go.
+    The tags of a full-submission file (<SEC-HEADER>, <TYPE>, <S>, <C>) stay: they are no HTML. Pictures encoded as text
+    go.
     """
     text = UUENCODED.sub(lambda m: f"[{len(m.group())} characters of an encoded picture left out]", text)
     starts = [(m.start(), m.end()) for m in PAGE_TAG.finditer(text)]

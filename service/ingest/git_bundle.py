@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from service.ingest.base import IngestError
 from service.ingest.spool import Budget, Entry, Spool
@@ -193,12 +194,8 @@ class Repository:
             process.stdin.close()
 
 
-def _read_blob(
-    stdout: io.BufferedIOBase | object, entry: Entry, spool: Spool, budget: Budget, *, is_link: bool
-) -> None:
-    out = stdout
-    line = out.readline()  # type: ignore[attr-defined]
-    fields = line.split()
+def _read_blob(out: Any, entry: Entry, spool: Spool, budget: Budget, *, is_link: bool) -> None:
+    fields = out.readline().split()
     if len(fields) != 3:
         entry.reason = "missing_object"
         return
@@ -209,17 +206,17 @@ def _read_blob(
             pass
     else:
         spool.add(entry, blob, budget.add_bytes)
-    out.read(1)  # type: ignore[attr-defined]
+    out.read(1)
 
 
 class _Bounded:
     """The next `size` bytes of a stream, as a stream."""
 
-    def __init__(self, stream: object, size: int) -> None:
+    def __init__(self, stream: Any, size: int) -> None:
         self._stream, self._left = stream, size
 
     def read(self, size: int, /) -> bytes:
-        data: bytes = self._stream.read(min(size, self._left))  # type: ignore[attr-defined]
+        data: bytes = self._stream.read(min(size, self._left))
         if not data and self._left:
             raise IngestError("archive_corrupt", "git ended in the middle of a file of the bundle")
         self._left -= len(data)

@@ -168,7 +168,7 @@ def locate(folder: Path, text: str, *, limit: int = 20) -> list[Place]:
 
 
 def verify_quote(folder: Path, quote: str) -> Place | None:
-    """The first place of a quote, None if it isn't in the document. Ellipses split it: every part must stand, in order."""
+    """The first place of a quote, None if it isn't there. Ellipses split it: all parts must stand, in order."""
     index = open_index(folder)
     parts = [p.strip() for p in re.split(r"\s*(?:\[?\.{3,}\]?|\[?…\]?)\s*", quote.strip(" \t\n\"“”„«»'")) if p.strip()]
     places: list[Place] = []
@@ -182,8 +182,8 @@ def verify_quote(folder: Path, quote: str) -> Place | None:
 
 
 def cite(folder: Path, answer_text: str) -> list[Citation]:
-    """Citations of an answer, in its order and without overlaps: quoted, code-like and verbatim spans that stand in the
-    document."""
+    """Citations of an answer, in its order and without overlaps: spans quoted, code-like or verbatim that the document
+    holds."""
     index = open_index(folder)
     out: list[Citation] = []
     tried = 0

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from functools import cached_property
 from pathlib import Path
 
 TIMEOUT_S = 120.0
@@ -11,28 +12,36 @@ LANGUAGES_WANTED = ("eng", "deu", "fra", "spa", "ita", "nld", "por")
 class Ocr:
     """Runs tesseract on one page image at a time; safe to use from several threads."""
 
-    def __init__(self, program: str, languages: str, version: str) -> None:
-        self.program, self.languages, self.version = program, languages, version
+    def __init__(self, program: str) -> None:
+        self.program = program
 
     @classmethod
     def find(cls) -> "Ocr | None":
         program = shutil.which("tesseract")
-        if program is None:
-            return None
+        return cls(program) if program else None
+
+    @cached_property
+    def languages(self) -> str:
+        """Those of LANGUAGES_WANTED that are installed, as tesseract takes them; '' without any."""
+        installed = set(self._say("--list-langs").split())
+        return "+".join(lang for lang in LANGUAGES_WANTED if lang in installed)
+
+    @cached_property
+    def version(self) -> str:
+        return self._say("--version").split("\n", 1)[0].strip()
+
+    def _say(self, flag: str) -> str:
         try:
-            listed = subprocess.run([program, "--list-langs"], capture_output=True, text=True, timeout=30, check=False)
-            version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+            done = subprocess.run([self.program, flag], capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
-            return None
-        installed = set(listed.stdout.split())
-        languages = [lang for lang in LANGUAGES_WANTED if lang in installed]
-        if not languages:
-            return None
-        return cls(program, "+".join(languages), (version.stdout or version.stderr).split("\n", 1)[0].strip())
+            return ""
+        return done.stdout or done.stderr
 
     def read(self, image: Path) -> str:
         """The text of a page; empty where tesseract finds none or fails. The image is removed."""
         try:
+            if not self.languages:
+                return ""
             done = subprocess.run(
                 [self.program, str(image), "stdout", "-l", self.languages, "--psm", "3"],
                 capture_output=True,

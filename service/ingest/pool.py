@@ -77,7 +77,7 @@ class ParserPool:
         self._closed = False
 
     def submit(self, request: Message, *, spans: bool = False) -> ParseTask:
-        """Queue a document. With `spans` its parser says how many pages there are, and further spans are queued then."""
+        """Queue a document. With `spans` its parser says how many pages there are; further spans are queued then."""
         task = ParseTask()
         if spans:
             request = {**request, "first_page": 1, "last_page": PAGES_PER_SPAN}

@@ -5,59 +5,45 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-# Cheap words first: no expression runs over a piece that holds none of them.
-HINTS = (
-    "-----begin",
-    "akia",
-    "asia",
-    "ghp_",
-    "gho_",
-    "ghs_",
-    "github_pat",
-    "glpat-",
-    "xox",
-    "sk-",
-    "sk_live",
-    "rk_live",
-    "aiza",
-    "eyj",
+# (kind, lower-case words one of which must be there before the expression is tried, expression)
+KNOWN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
+    (
+        "private_key",
+        ("-----begin",),
+        re.compile(
+            r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,12000}?(?:-----END [A-Z0-9 ]+-----|\Z)"
+        ),
+    ),
+    ("aws_access_key", ("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")),
+    (
+        "github_token",
+        ("ghp_", "gho_", "ghs_", "ghu_", "ghr_", "github_pat_"),
+        re.compile(r"\b(?:gh[opsur]_[A-Za-z0-9]{36,255}|github_pat_[A-Za-z0-9_]{60,255})\b"),
+    ),
+    ("gitlab_token", ("glpat-",), re.compile(r"\bglpat-[A-Za-z0-9_-]{20,}\b")),
+    ("slack_token", ("xox",), re.compile(r"\bxox[abprs]-[A-Za-z0-9-]{10,}")),
+    ("stripe_key", ("k_live_",), re.compile(r"\b[sr]k_live_[A-Za-z0-9]{20,}\b")),
+    ("api_key", ("sk-",), re.compile(r"\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}")),
+    ("api_key", ("aiza",), re.compile(r"\bAIza[A-Za-z0-9_-]{35}\b")),
+    ("api_key", ("hf_", "npm_"), re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36})\b")),
+    ("api_key", ("pypi-", "sg."), re.compile(r"\b(?:pypi-[A-Za-z0-9_-]{50,}|SG\.[\w-]{20,}\.[\w-]{40,})")),
+    ("jwt", ("eyj",), re.compile(r"\beyJ[A-Za-z0-9_-]{15,}\.eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{20,}")),
+)
+ASSIGNED_HINTS = (
     "secret",
     "passw",
     "token",
     "api_key",
     "apikey",
     "access_key",
+    "accesskey",
     "accountkey",
-    "npm_",
-    "hf_",
-    "pypi-",
-    "sg.",
+    "private_key",
 )
-
-KNOWN: tuple[tuple[str, re.Pattern[str]], ...] = (
-    (
-        "private_key",
-        re.compile(
-            r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,12000}?(?:-----END [A-Z0-9 ]+-----|\Z)"
-        ),
-    ),
-    ("aws_access_key", re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")),
-    ("github_token", re.compile(r"\b(?:gh[opsur]_[A-Za-z0-9]{36,255}|github_pat_[A-Za-z0-9_]{60,255})\b")),
-    ("gitlab_token", re.compile(r"\bglpat-[A-Za-z0-9_-]{20,}\b")),
-    ("slack_token", re.compile(r"\bxox[abprs]-[A-Za-z0-9-]{10,}")),
-    ("stripe_key", re.compile(r"\b[sr]k_live_[A-Za-z0-9]{20,}\b")),
-    (
-        "api_key",
-        re.compile(
-            r"\b(?:sk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}|AIza[A-Za-z0-9_-]{35}|hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36}"
-            r"|pypi-[A-Za-z0-9_-]{50,}|SG\.[\w-]{20,}\.[\w-]{40,})"
-        ),
-    ),
-    ("jwt", re.compile(r"\beyJ[A-Za-z0-9_-]{15,}\.eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{20,}")),
-)
+# Begins at the telling word, not at the name's start: nothing is tried at places that can't be one.
 ASSIGNED = re.compile(
-    r"(?i)(?<![A-Za-z0-9])[\w.-]{0,40}?(?:secret|passw(?:or)?d|token|api_?key|access_?key|account_?key|private_?key)[\w.-]{0,40}?"
-    r"[\"']?\s{0,4}(?:=>|:=|[=:])\s{0,4}[\"']?(?P<value>[A-Za-z0-9+/_=.~-]{16,200})[\"']?"
+    r"(?:secret|passw|token|api_?key|access_?key|account_?key|private_?key)[\w.-]{0,40}?[\"']?\s{0,4}(?:=>|:=|[=:])\s{0,4}[\"']?"
+    r"(?P<value>[a-z0-9+/_=.~-]{16,200})"
 )
 PLACEHOLDER = re.compile(
     r"(?i)^(?:x{4,}|\*+|<.*|your|change|todo|none|null|true|false|process\.|os\.|env|self\.|config|settings|\$)"
@@ -67,13 +53,16 @@ PLACEHOLDER = re.compile(
 def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
     """(kind, start, end) of each suspected secret in `text`, not sorted."""
     lower = text.lower()
-    if not any(hint in lower for hint in HINTS):
+    for kind, hints, pattern in KNOWN:
+        if any(hint in lower for hint in hints):
+            for found in pattern.finditer(text):
+                yield kind, found.start(), found.end()
+    if not any(hint in lower for hint in ASSIGNED_HINTS):
         return
-    for kind, pattern in KNOWN:
-        for found in pattern.finditer(text):
-            yield kind, found.start(), found.end()
-    for found in ASSIGNED.finditer(text):
-        if _looks_random(found["value"]):
+    if len(lower) != len(text):
+        return  # a letter whose lower case is longer: offsets would not fit
+    for found in ASSIGNED.finditer(lower):
+        if _looks_random(text[found.start("value") : found.end("value")]):
             yield "assigned_secret", found.start("value"), found.end("value")
 
 

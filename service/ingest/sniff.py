@@ -80,7 +80,7 @@ def _is_bmp(head: bytes) -> bool:
 
 
 def _looks_like_source(head: bytes, name: str) -> bool:
-    """A program that mentions `%PDF-` in its first kilobyte is no PDF: those have objects, and start the line with it."""
+    """A program that mentions `%PDF-` is no PDF: those have objects, and start a line with it."""
     at = head.find(b"%PDF-")
     starts_line = at == 0 or head[at - 1 : at] in (b"\n", b"\r") or not looks_like_text(head[:at])
     version = re.match(rb"%PDF-\d\.\d", head[at : at + 8])

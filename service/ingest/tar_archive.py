@@ -23,19 +23,28 @@ def open_compressed(path: Path) -> IO[bytes]:
     """The decompressed stream of a gzip, bzip2, xz or zstd file, told by its magic number."""
     with open(path, "rb") as file:
         head = file.read(6)
+    stream: Any
     if head.startswith(b"\x1f\x8b"):
-        return gzip.open(path, "rb")
-    if head.startswith(b"BZh"):
-        return bz2.open(path, "rb")
-    if head.startswith(b"\xfd7zXZ"):
-        return lzma.open(path, "rb")
+        stream = gzip.open(path, "rb")  # noqa: SIM115 (the caller closes it)
+    elif head.startswith(b"BZh"):
+        stream = bz2.open(path, "rb")  # noqa: SIM115
+    elif head.startswith(b"\xfd7zXZ"):
+        stream = lzma.open(path, "rb")  # noqa: SIM115
+    else:
+        stream = _open_zstd(path)
+    opened: IO[bytes] = stream
+    return opened
+
+
+def _open_zstd(path: Path) -> Any:
     import zstandard
 
     reader: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-        open(path, "rb"), read_across_frames=True, closefd=True
+        open(path, "rb"),  # noqa: SIM115 (closed with the reader)
+        read_across_frames=True,
+        closefd=True,
     )
-    stream: IO[bytes] = io.BufferedReader(reader)
-    return stream
+    return io.BufferedReader(reader)
 
 
 def inner_name(name: str) -> str:
@@ -128,7 +137,7 @@ def read_tar(stream: WatchedStream, spool: Spool, budget: Budget) -> Iterator[tu
             entry = _read_member(archive, member, spool, budget, by_name)
             by_name["/".join(parts)] = entry
             yield parts, entry
-            archive.members = []  # type: ignore[attr-defined]  # or it keeps every header
+            archive.members = []  # or it keeps every header
         stopped = archive.offset
     while stream.read(BLOCK):
         pass

@@ -1,7 +1,7 @@
 """A tokenizer.json as this service uses it: text in, ids out, never a control token, exact to the byte.
 
-Byte-level BPE (Llama 3, Qwen, SmolLM2) and SentencePiece-style BPE (Llama 2, Mistral) are known. In both every id stands
-for fixed bytes, so offsets of tokens in the text are sums of lengths: no alignment, no re-encoding.
+Byte-level BPE (Llama 3, Qwen, SmolLM2) and SentencePiece-style BPE (Llama 2, Mistral) are known. In both every id
+stands for fixed bytes, so offsets of tokens in the text are sums of lengths: no alignment, no re-encoding.
 """
 
 import json
@@ -51,10 +51,14 @@ class TextTokenizer:
             spec["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
             spec["pre_tokenizer"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(spec))
-        token_bytes = _byte_level(vocabulary) if byte_level else _sentencepiece(vocabulary)
-        size = max(max(token_bytes, default=0), int(self.control_ids.max(initial=0))) + 1
-        self.bytes_of: list[bytes] = [token_bytes.get(i, b"") for i in range(size)]
-        self.lengths: NDArray[np.uint32] = np.array([len(b) for b in self.bytes_of], dtype=np.uint32)
+        self._vocabulary, self._byte_level = vocabulary, byte_level
+        size = max(max(vocabulary.values(), default=0), int(self.control_ids.max(initial=0))) + 1
+        self.lengths: NDArray[np.uint32] = np.zeros(size, dtype=np.uint32)
+        if byte_level:  # one character a byte
+            self.lengths[list(vocabulary.values())] = list(map(len, vocabulary))
+        else:
+            for index, raw in _sentencepiece(vocabulary).items():
+                self.lengths[index] = len(raw)
         self._is_control = np.zeros(size, dtype=bool)
         self._is_control[self.control_ids] = True
 
@@ -72,12 +76,13 @@ class TextTokenizer:
 
     def _encode_carefully(self, text: str) -> NDArray[np.uint32]:
         """For vocabularies that miss characters or spell a control token by merges: byte by byte where needed."""
-        by_bytes = {b: i for i, b in reversed(list(enumerate(self.bytes_of))) if b and not self._is_control[i]}
+        bytes_of = _byte_level(self._vocabulary) if self._byte_level else _sentencepiece(self._vocabulary)
+        by_bytes = {b: i for i, b in sorted(bytes_of.items(), reverse=True) if b and not self._is_control[i]}
         out: list[int] = []
         for char in text:
             ids = self._tokenizer.encode(char, add_special_tokens=False).ids
             raw = char.encode()
-            if b"".join(self.bytes_of[i] for i in ids) != raw or any(self._is_control[i] for i in ids):
+            if b"".join(bytes_of.get(i, b"") for i in ids) != raw or any(self._is_control[i] for i in ids):
                 if any(raw[i : i + 1] not in by_bytes for i in range(len(raw))):
                     raise IngestError("unsupported_tokenizer", f"the tokenizer has no tokens for {char!r}")
                 ids = [by_bytes[raw[i : i + 1]] for i in range(len(raw))]

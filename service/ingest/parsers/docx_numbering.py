@@ -1,4 +1,4 @@
-"""Automatic numbers of Word paragraphs: they exist only as rules, and every cross-reference needs them (ECMA-376, 17.9)."""
+"""Automatic numbers of Word paragraphs: they exist only as rules, and cross-references need them (ECMA-376, 17.9)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -247,10 +247,7 @@ def _ordinal_word(value: int) -> str:
     if words.isdigit():
         return _ordinal(value)
     stem, dash, last = words.rpartition("-")
-    if last.endswith("y"):
-        last = last[:-1] + "ieth"
-    else:
-        last = ORDINALS.get(last, last + "th")
+    last = last[:-1] + "ieth" if last.endswith("y") else ORDINALS.get(last, last + "th")
     return (stem + dash + last).capitalize()
 
 

@@ -8,23 +8,25 @@ WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
 PLAIN = str.maketrans("\x02\ufffe", "--")
 BROKEN = re.compile(r"([^\W\d_]+(?:-[^\W\d_]+)*)[-\u2010\x02\ufffe]$")
 BEGINS = re.compile(r"^([^\W\d_]+)")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # First parts that take a hyphen whatever follows, and those that do before the words of such compounds.
-ALWAYS_HYPHENATING = frozenset("third non self well ex arm's quasi bona vis".split())
-HYPHENATING = frozenset(
-    """
+ALWAYS_HYPHENATING = _words("third non self well ex arm's quasi bona vis")
+HYPHENATING = _words("""
     co pre post first second long short high low full part multi cross anti semi half fair hard right tax year month day
     week time one two three four five six seven eight nine ten twenty thirty forty fifty sixty seventy eighty ninety
     follow sub single double lump market money work start state in on off out up down by re all
-    """.split()
-)
-COMPOUND_SECONDS = frozenset(
-    """
+    """)
+COMPOUND_SECONDS = _words("""
     party parties term terms known based being owned owner owners related time day days year years month months week level
     wide site house line free up off out down over end ended in performing performance payment payments compete exclusive
     tax party's parties' sum share stock quarter quarters half third thirds fourth fourths one two three four five six
     seven eight nine bearing value date dated way sided forma rata defined described established made
-    """.split()
-)
+    """)
 
 
 class Hyphenation:

@@ -1,5 +1,6 @@
-"""Mail: EML and MBOX by the standard library, MSG by its OLE properties. Body once, attachments as files of their own."""
+"""Mail: EML and MBOX by the standard library, MSG by its OLE properties. Body once, attachments as files."""
 
+import contextlib
 import email
 import email.policy
 import email.utils
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from email.header import decode_header, make_header
 from email.message import Message as Mail
 from pathlib import Path
+from typing import Any
 
 from service.ingest import encodings
 from service.ingest.parsers.html import to_text
@@ -96,7 +98,7 @@ class _Parts:
             yield warning("mail_parts_left_out")
             return
         kind = part.get_content_type()
-        payload = part.get_payload()
+        payload: Any = part.get_payload()
         if kind == "message/rfc822" or (kind == "text/rfc822-headers" and part.is_multipart()):
             for inner in payload if isinstance(payload, list) else ():
                 yield self._nested(inner)
@@ -198,10 +200,8 @@ def _decode_header(value: str) -> str:
     raw = value.encode("utf-8", "surrogateescape")
     if any(b >= 0x80 for b in raw):
         value, _, _ = encodings.decode(raw)
-    try:
+    with contextlib.suppress(ValueError, LookupError, UnicodeError):
         value = str(make_header(decode_header(value)))
-    except (ValueError, LookupError, UnicodeError):
-        pass
     return re.sub(r"\s+", " ", value.encode("utf-8", "replace").decode()).strip()
 
 

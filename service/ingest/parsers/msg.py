@@ -20,8 +20,9 @@ SUBMIT_TIME, DELIVERY_TIME = 0x0039, 0x0E06
 MAX_ATTACHMENTS = 1000
 LZFU = b"LZFu"
 LZFU_PRIMER = (
-    b"{\\rtf1\\ansi\\mac\\deff0\\deftab720{\\fonttbl;}{\\f0\\fnil \\froman \\fswiss \\fmodern \\fscript \\fdecor MS Sans "
-    b"SerifSymbolArialTimes New RomanCourier{\\colortbl\\red0\\green0\\blue0\r\n\\par \\pard\\plain\\f0\\fs20\\b\\i\\u\\tab\\tx"
+    b"{\\rtf1\\ansi\\mac\\deff0\\deftab720{\\fonttbl;}{\\f0\\fnil \\froman \\fswiss \\fmodern \\fscript \\fdecor MS"
+    b" Sans SerifSymbolArialTimes New RomanCourier{\\colortbl\\red0\\green0\\blue0\r\n\\par \\pard\\plain\\f0\\fs20"
+    b"\\b\\i\\u\\tab\\tx"
 )
 
 

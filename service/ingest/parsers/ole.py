@@ -13,8 +13,15 @@ ENCRYPTED_STREAMS = ("EncryptedPackage", "EncryptionInfo")
 MAX_TEXT_BYTES = 64 * 1024 * 1024
 WORD_MAGIC = 0xA5EC
 FIELD_BEGIN, FIELD_SEPARATOR, FIELD_END = "\x13", "\x14", "\x15"
-MARKS = str.maketrans({"\r": "\n", "\x07": "\t", "\x0b": "\n", "\x0c": "\n", "\x1e": "-", "\x1f": None, "\xa0": " ", "\x01": None,
-                       "\x02": None, "\x05": None, "\x08": None, "\0": None})  # fmt: skip
+MARKS = str.maketrans(
+    {
+        **dict.fromkeys("\x01\x02\x05\x08\x1f\0"),
+        **dict.fromkeys("\r\x0b\x0c", "\n"),
+        "\x07": "\t",
+        "\x1e": "-",
+        "\xa0": " ",
+    }
+)
 
 
 def parse(request: Request) -> Iterator[Message]:

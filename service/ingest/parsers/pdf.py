@@ -1,5 +1,6 @@
 """PDF by pdfium: pages in reading order, with labels, form values, annotations, and honest warnings."""
 
+import contextlib
 import ctypes
 import re
 from collections.abc import Iterator
@@ -70,10 +71,8 @@ def _open(file: Path) -> Any:
         if "password" in str(error).lower():
             raise ParseError("password_required", "the PDF is encrypted; a password is needed to open it") from error
         raise ParseError("document_corrupt", f"the PDF can't be opened: {error}") from error
-    try:
+    with contextlib.suppress(pdfium_document.PdfiumError, ValueError, AttributeError):
         document.init_forms()
-    except (pdfium_document.PdfiumError, ValueError, AttributeError):
-        pass
     if len(document) == 0:
         document.close()
         raise ParseError("document_corrupt", "the PDF has no pages")
@@ -192,7 +191,7 @@ def _is_busy(loaded: Any) -> bool:
 
 
 def _add_lines(page: _Page, lines: list[Line], *, top: float | None, bottom: float | None) -> None:
-    """`top` and `bottom` of the paper in the lines' own frame; None where that is turned: the text's own extent then."""
+    """`top` and `bottom` of the paper in the lines' frame; None where that is turned: the text's own extent then."""
     if not lines:
         return
     if page.lines:

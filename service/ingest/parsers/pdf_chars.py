@@ -4,6 +4,7 @@ import ctypes
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def _looks_turned(runs: list[Run], num_chars: int) -> bool:
 
 
 def _turn(boxes: NDArray[np.float32], quarter_turns: int) -> NDArray[np.float32]:
-    """Boxes in the frame of text that pdfium says is turned by so many quarters (clockwise positive in its y-up space)."""
+    """Boxes in the frame of text that is turned by so many quarters, clockwise positive in pdfium's y-up space."""
     left, top, right, bottom = boxes.T
     low_x, high_x = np.minimum(left, right), np.maximum(left, right)
     low_y, high_y = np.minimum(top, bottom), np.maximum(top, bottom)
@@ -168,7 +169,7 @@ def _runs(chars: PageChars, solid: NDArray[np.intp], boxes: NDArray[np.float32])
 def _with_spaces(text: str, members: list[int]) -> str:
     """Members of one direction with the white space that stood between neighbours."""
     out = [text[members[0]]]
-    for before, at in zip(members, members[1:], strict=False):
+    for before, at in pairwise(members):
         if at - before > 1 and any(c.isspace() for c in text[before + 1 : at]):
             out.append(" ")
         out.append(text[at])

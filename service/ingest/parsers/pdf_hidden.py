@@ -175,9 +175,10 @@ def tiny_text(chars: PageChars) -> bool:
     return int(((heights < 2.0) & (widths < 2.0) & (heights > 0)).sum()) > 12
 
 
-def _centres(chars: PageChars) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _centres(chars: PageChars) -> tuple[NDArray[Any], NDArray[Any]]:
     boxes = chars.boxes[chars.solid]
-    return (boxes[:, 0] + boxes[:, 2]) / 2, (boxes[:, 1] + boxes[:, 3]) / 2
+    half = np.float32(0.5)
+    return (boxes[:, 0] + boxes[:, 2]) * half, (boxes[:, 1] + boxes[:, 3]) * half
 
 
 def looks_garbled(text: str, errors: Sequence[bool]) -> bool:

@@ -4,9 +4,11 @@ Reading follows the geometry, not the order in which a program drew: a recursive
 (Nagy and Seth 1984), where a gutter counts only between two stretches of running prose.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 from service.ingest.parsers.pdf_chars import Run
@@ -19,6 +21,8 @@ MIN_WORDS_PER_RUN = 3.0
 MIN_FILL = 0.45  # mean width of a column's runs, of the column
 MIN_OVERLAP = 0.5  # of the two columns' heights
 MAX_DEPTH = 4
+# A clause number drawn right before its text, without a space of its own.
+NUMBER_GLUED = re.compile(r"^(\(?\d{1,3}(?:\.\d{1,3})+\.?)(?=[A-Z][a-z])")
 MAX_RUNS = 6000  # of one page; beyond, order by position only
 
 
@@ -39,20 +43,20 @@ class Line:
 
     def text(self) -> str:
         parts = [self.runs[0].text]
-        for before, run in zip(self.runs, self.runs[1:], strict=False):
+        for before, run in pairwise(self.runs):
             gap = run.x0 - before.x1
             parts.append("  " if gap > WIDE_GAP * max(run.height, 4.0) else " " if gap > 0.08 * run.height else "")
             parts.append(run.text)
-        return "".join(parts).strip()
+        return NUMBER_GLUED.sub(r"\1 ", "".join(parts).strip())
 
 
 def lines_in_order(runs: Sequence[Run]) -> list[Line]:
     """Lines of one writing direction in reading order, `blank_before` where a new paragraph or block begins."""
     lines = _lines(runs)
     ordered = lines if len(runs) > MAX_RUNS else _read(lines, 0)
-    pitches = [a.middle - b.middle for a, b in zip(ordered, ordered[1:], strict=False) if 0 < a.middle - b.middle < 60]
+    pitches = [a.middle - b.middle for a, b in pairwise(ordered) if 0 < a.middle - b.middle < 60]
     pitch = median(pitches) if pitches else 12.0
-    for before, line in zip(ordered, ordered[1:], strict=False):
+    for before, line in pairwise(ordered):
         step = before.middle - line.middle
         line.blank_before = step < -0.5 * pitch or step > PARAGRAPH_GAP * max(pitch, 0.8 * line.height)
     return ordered
@@ -105,7 +109,7 @@ def _find_columns(lines: Sequence[Line]) -> tuple[int, int, float] | None:
     """(first line, behind the last, x of the gutter) of the first stretch that reads in columns."""
     candidates: Counter[int] = Counter()
     for line in lines:
-        for a, b in zip(line.runs, line.runs[1:], strict=False):
+        for a, b in pairwise(line.runs):
             if b.x0 - a.x1 > 4:
                 candidates[round((a.x1 + b.x0) / 2 / 6)] += 1
         # Columns whose lines are not level show in lines that end or begin near the middle.

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from striprtf.striprtf import rtf_to_text
 
 from service.ingest.parsers.protocol import Message, ParseError, Request, text, warning
 
+_rtf_to_text: Any = rtf_to_text  # it has no type annotations
 MAX_BYTES = 64 * 1024 * 1024
 PICTURE = re.compile(
     r"\{\\(?:\*\\shppict|pict|nonshppict|\*\\objdata|\*\\themedata|\*\\colorschememapping|\*\\datastore)\b[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
@@ -39,7 +41,7 @@ def to_text(data: bytes) -> str:
     # Pictures are megabytes of hexadecimal digits that the reader would only step over.
     raw = PICTURE.sub("", raw)
     try:
-        content: str = rtf_to_text(raw, encoding=codepage, errors="replace")
+        content = str(_rtf_to_text(raw, encoding=codepage, errors="replace"))
     except (ValueError, IndexError, KeyError, UnicodeError, AttributeError) as error:
         raise ParseError("document_corrupt", f"the RTF can't be read: {error}") from error
     return content.replace("|\n", "\n").replace("\x00", "")
