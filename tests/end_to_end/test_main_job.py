@@ -114,7 +114,7 @@ def test_identical_upload_is_prefilled_once(server: Server, short_document: Docu
 
 def test_two_files_in_one_chat(server: Server) -> None:
     client = server.client()
-    first, in_first = with_needles(library_text(9_000, skip=20), 1, seed=1)
+    first, in_first = with_needles(library_text(20_000, skip=20), 1, seed=1)  # more than a segment
     second, in_second = with_needles(library_text(9_000, skip=30), 2, seed=2)
     ids = [upload(client, "first.py", first), upload(client, "second.py", second)]
     key = list(in_second)[1]
