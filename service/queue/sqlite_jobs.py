@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from sqlite3 import Connection, Row
 
 from service.documents.records import apply_changes, derive_status, follow_job
@@ -126,19 +126,13 @@ def _insert(connection: Connection, job: NewJob, now: float) -> tuple[str, bool]
 
 def has_queued(connection: Connection, kinds: Sequence[str]) -> bool:
     marks = ", ".join("?" * len(kinds))
-    query = f"SELECT 1 FROM jobs WHERE state = 'queued' AND kind IN ({marks}) LIMIT 1"
+    query = f"SELECT 1 FROM jobs INDEXED BY jobs_queued WHERE state = 'queued' AND kind IN ({marks}) LIMIT 1"
     return connection.execute(query, list(kinds)).fetchone() is not None
 
 
 def pick(connection: Connection, kinds: Sequence[str], now: float) -> str | None:
     """The next queued job of these kinds: highest aged priority, fair over the tenants that have one there."""
-    marks = ", ".join("?" * len(kinds))
-    rows = connection.execute(
-        # SQLite takes bare columns from the row of the minimum: the oldest job of each (tenant, priority).
-        "SELECT tenant, id, cost_tokens, priority, min(created_at) AS created_at FROM jobs "
-        f"WHERE state = 'queued' AND kind IN ({marks}) GROUP BY tenant, priority",
-        list(kinds),
-    ).fetchall()
+    rows = [row for kind in kinds for row in _oldest(connection, kind)]
     if not rows:
         return None
 
@@ -152,6 +146,23 @@ def pick(connection: Connection, kinds: Sequence[str], now: float) -> str | None
             heads.setdefault(row["tenant"], row)
     costs = {tenant: row["cost_tokens"] for tenant, row in heads.items()}
     return str(heads[_fair_tenant(connection, ",".join(sorted(kinds)), costs)]["id"])
+
+
+def _oldest(connection: Connection, kind: str) -> Iterator[Row]:
+    """The oldest queued job of each (tenant, priority), by index look-ups alone, however long the queue is."""
+
+    def first(condition: str, *values: object) -> Row | None:
+        row: Row | None = connection.execute(
+            "SELECT tenant, id, cost_tokens, priority, created_at FROM jobs INDEXED BY jobs_queued "
+            f"WHERE state = 'queued' AND kind = ? AND {condition} ORDER BY tenant, priority, created_at LIMIT 1",
+            (kind, *values),
+        ).fetchone()
+        return row
+
+    row = first("tenant >= ?", "")
+    while row is not None:
+        yield row
+        row = first("tenant = ? AND priority > ?", row["tenant"], row["priority"]) or first("tenant > ?", row["tenant"])
 
 
 def _fair_tenant(connection: Connection, lane: str, costs: dict[str, int]) -> str:
