@@ -1,0 +1,27 @@
+"""`make bench`: every benchmark that needs no GPU, one after the other, then the README's tables from what they wrote."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = (
+    ("-m", "loadtests.ingest"),
+    ("-m", "loadtests.engine_cpu"),
+    ("tools/readme_tables.py",),
+)
+
+
+def main() -> int:
+    failed = []
+    for step in STEPS:
+        print(f"\n=== python {' '.join(step)}", flush=True)
+        if subprocess.run([sys.executable, *step], cwd=ROOT).returncode:
+            failed.append(" ".join(step))
+    for step in failed:
+        print(f"failed: {step}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
