@@ -172,8 +172,9 @@ class Scheduler:
                 assert run.prefill is not None
                 result = run.prefill.result
         except Exception as error:
-            for waiter in self._runs.end(run):
-                self._fail(waiter, error)
+            retried = [self._fail(waiter, error) for waiter in self._runs.end(run)]
+            if not any(retried):
+                self._context.kv.discard(run.request.owner)
             return
         self._context.metrics.prefill_ended(result)
         for waiter in self._runs.end(run):
@@ -226,20 +227,25 @@ class Scheduler:
         self._context.metrics.jobs_ended.labels(task.job.kind, state).inc()
         self._forget(task)
 
-    def _fail(self, task: Waiter, error: Exception) -> None:
+    def _fail(self, task: Waiter, error: Exception) -> bool:
+        """True if the job is tried again."""
         failure = failure_of(error)
         with self._logged(task):
             log.warning("%s: %s", failure.error["code"], failure.error["message"], exc_info=failure.retry)
         self._drop(task)
+        again = False
         try:
             ended = self._context.queue.fail(task.job, failure.error, retry=failure.retry)
             self._context.metrics.jobs_ended.labels(task.job.kind, ended.state).inc()
+            again = ended.state == "queued"
         except LeaseLost:
             pass
         except Exception:  # its lease will end, and the job go to the next attempt
             log.exception("failure of job %s not recorded", task.job.id)
+            again = True
         if "CUDA error" in str(error):  # nothing works on the device behind one of these
             raise EngineBroken(str(error)) from error
+        return again
 
     def _release(self) -> None:
         jobs = [task.job for task in self._tasks()] + ([self._parked] if self._parked else [])

@@ -126,7 +126,7 @@ class AnswerJob:
     def _request(self) -> AnswerRequest:
         payload = self._payload
         return AnswerRequest(
-            prefix=self._context.prefix(self._payload["documents"]),
+            prefix=self._context.prefix(self.job.tenant, self._payload["documents"]),
             question=np.asarray(payload["question"], dtype=np.uint32),
             salt=self._context.salt(self.job.tenant),
             sampling=self._sampling(),

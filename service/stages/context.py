@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.chain import TokenIds
 from engine.interfaces import Engine
-from service.documents.base import DocumentRecord, Documents
+from service.documents.base import DocumentRecord, Documents, UnknownRecord
 from service.leases import LeaseKeeper
 from service.metrics import Metrics
 from service.prompt import PromptFormat
@@ -19,9 +19,11 @@ from service.settings import Settings
 
 
 class KVHolders(Protocol):
-    """How long whose KV is kept (engine.kv_store.KVCatalog)."""
+    """How long whose KV is kept (engine.kv_store.KVCatalog); `discard` drops what an unfinished prefill left."""
 
     def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
+
+    def discard(self, owner: str) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,12 @@ class StageContext:
         tokens: TokenIds = np.load(self.settings.data_dir / document.folder / "tokens.npy", mmap_mode="r")
         return tokens
 
-    def prefix(self, document_ids: list[str]) -> TokenIds:
-        """The cacheable prefix over these documents. Raises UnknownRecord, OSError, ValueError."""
+    def prefix(self, tenant: str, document_ids: list[str]) -> TokenIds:
+        """The cacheable prefix over these documents of `tenant`. Raises UnknownRecord, OSError, ValueError."""
         documents = [self.documents.document(document_id) for document_id in document_ids]
+        for document in documents:
+            if document.tenant != tenant:
+                raise UnknownRecord(f"no document {document.id!r}")
         return self.prompts.document_prefix([self.document_tokens(document) for document in documents])
 
     def manifest(self, document: DocumentRecord) -> Path:

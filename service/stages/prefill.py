@@ -120,7 +120,7 @@ class PrefillJob:
         fidelity: Fidelity = payload["fidelity"]  # type: ignore[assignment]
         policy = kv_policy(context.documents, payload["document_id"], fidelity)
         return PrefillRequest(
-            tokens=context.prefix([payload["document_id"]]),
+            tokens=context.prefix(self.job.tenant, [payload["document_id"]]),
             salt=context.salt(self.job.tenant),
             owner=self.job.id,
             holder=prefill_id(payload["document_id"], fidelity),

@@ -41,6 +41,7 @@ class FakeKV:
     folder: Path
     policies: dict[str, tuple[float | None, bool]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    discarded: list[str] = field(default_factory=list)
 
     def path(self, key: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,6 +52,10 @@ class FakeKV:
 
     def release(self, holder: str) -> int:
         self.released.append(holder)
+        return 0
+
+    def discard(self, owner: str) -> int:
+        self.discarded.append(owner)
         return 0
 
     def sweep(self) -> int:

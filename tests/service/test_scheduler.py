@@ -27,7 +27,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def length(bench: Bench, *names: str) -> int:
     """Tokens of the prefix over these documents."""
-    return len(bench.context.prefix([f"doc-{name}" for name in names]))
+    return len(bench.context.prefix("t", [f"doc-{name}" for name in names]))
 
 
 def running(bench: Bench, job_id: str) -> bool:
@@ -321,6 +321,7 @@ def test_broken_job_takes_no_other_along(bench: Bench) -> None:
         assert bench.ended("job-good").state == "succeeded"
         assert bench.ended(story).state == "succeeded"
     assert (bad.state, bad.attempts) == ("dead", 2)
+    assert bench.kv.discarded == ["job-bad"]
     assert bad.error == {"code": "internal_error", "message": "the worker failed with RuntimeError"}
     assert bench.documents.file("t", "file-bad").error == bad.error
 
@@ -330,6 +331,7 @@ def test_permanent_errors_are_not_tried_again(bench: Bench) -> None:
     with bench.working():
         job = bench.ended("job-full")
         gone = bench.ended(bench.ask("nowhere"))
+        stranger = bench.ended(bench.ask("full", tenant="stranger"))
         long = bench.ended(bench.ask(question="x" * 70_000))
     assert (job.state, job.attempts) == ("failed", 1)
     assert job.error is not None
@@ -337,6 +339,8 @@ def test_permanent_errors_are_not_tried_again(bench: Bench) -> None:
     assert "1000" in job.error["message"]
     assert gone.error is not None
     assert gone.error["code"] == "document_deleted"
+    assert stranger.error is not None
+    assert stranger.error["code"] == "document_deleted"
     assert long.error is not None
     assert long.error["code"] == "context_length_exceeded"
 
