@@ -13,12 +13,12 @@ from pathlib import Path
 
 from engine.chain import Segment
 from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
 from engine.kv_store.index import (
     EXPIRED,
     LEASED,
     PINNED,
-    Copy,
     Index,
     doom,
     end_session,

@@ -124,12 +124,3 @@ class GroupFileReader:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def check_group_file(path: Path, block: GroupFile) -> None:
-    """Check a whole file against its header and `block`. Raises KVCorrupt, OSError."""
-    reader = GroupFileReader(path, block)
-    try:
-        reader.check()
-    finally:
-        reader.close()

@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import KVError
 from engine.interfaces import KVLayout
-from engine.kv_store.group_file import GroupFile
+from engine.kv_store.copies import Copy
 from engine.kv_store.sessions import is_alive
 
 log = logging.getLogger("foreword.kv_store")
@@ -58,25 +57,6 @@ EXPIRED = f"""({HELD} AND NOT EXISTS (
     SELECT 1 FROM holds h JOIN holders p ON p.name = h.holder WHERE h.key = copies.key
     AND (p.pinned OR p.ttl_s IS NULL OR MAX(p.set_at, copies.used_at) + p.ttl_s > :now)))"""
 _COLUMNS = "id, key, token_start, token_end, num_layers, bytes_per_token, layers_per_group, size_bytes"
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One writer's set of files of one segment."""
-
-    id: str
-    key: str
-    start: int
-    end: int
-    layout: KVLayout
-    size_bytes: int
-
-    def block(self, group: int) -> GroupFile:
-        return GroupFile(self.key, self.start, self.end, group, self.layout)
-
-    @property
-    def blocks(self) -> list[GroupFile]:
-        return [self.block(group) for group in range(self.layout.num_groups)]
 
 
 class Index:

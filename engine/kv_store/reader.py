@@ -12,10 +12,9 @@ from engine.errors import KVCorrupt, KVMissing
 from engine.interfaces import KVLayout
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.buffers import BufferPool
+from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
-from engine.kv_store.group_file import GroupFileReader
 from engine.kv_store.host_cache import HostCache
-from engine.kv_store.index import Copy
 
 log = logging.getLogger("foreword.kv_store")
 
@@ -57,7 +56,7 @@ class LocalReader:
         self._serial = next(_serials)
         self._pending: dict[int, list[Future[memoryview]]] = {}
         self._closed = False
-        per_layer = max(1, sum(layout.layer_bytes(copy.end - copy.start) for copy in copies))
+        per_layer = max(1, sum(copy.layer_bytes for copy in copies))
         self._layers_ahead = max(1, path.readahead_bytes // per_layer)
         in_host = all(path.host.holds(copy.id, layout.num_layers) for copy in copies)
         self.tier: Literal["host", "disk"] = "host" if in_host else "disk"
@@ -115,12 +114,11 @@ class LocalReader:
         return data
 
     def _read(self, copy: Copy, layer: int) -> memoryview:
-        block = copy.block(layer // copy.layout.layers_per_group)
         # The file is opened, and its 4 KiB header checked, for every layer: that costs microseconds and keeps the
         # number of open files small however long the chain is.
-        file = GroupFileReader(self._path.blocks.path(copy.key, copy.id, block.group), block)
+        file = self._path.blocks.open(copy, layer // copy.layout.layers_per_group)
         try:
-            buffer = self._path.buffers.take(block.layer_bytes).data
+            buffer = self._path.buffers.take(copy.layer_bytes).data
             file.read_into(layer, buffer)
         finally:
             file.close()

@@ -5,7 +5,8 @@ import sqlite3
 from collections import defaultdict
 
 from engine.kv_store.blocks import BlockFolder
-from engine.kv_store.index import Copy, Index, doom, select_copies
+from engine.kv_store.copies import Copy
+from engine.kv_store.index import Index, doom, select_copies
 from engine.kv_store.space import ORPHAN, DiskSpace
 
 log = logging.getLogger("foreword.kv_store")
@@ -50,12 +51,9 @@ def settle_orphans(db: sqlite3.Connection, blocks: BlockFolder) -> None:
     Inside the transaction, so that nobody takes up a copy meanwhile.
     """
     for copy in select_copies(db, f"{ORPHAN} AND size_bytes != written_bytes", {}):
-        kept = 0
-        for block in copy.blocks:
-            blocks.temporary(copy.key, copy.id, block.group).unlink(missing_ok=True)
-            path = blocks.path(copy.key, copy.id, block.group)
-            if path.exists():
-                kept += path.stat().st_size
+        for group in range(copy.layout.num_groups):
+            blocks.remove_unpublished(copy, group)
+        kept = blocks.published_bytes(copy)
         if kept:
             db.execute("UPDATE copies SET size_bytes = ?, written_bytes = ? WHERE id = ?", (kept, kept, copy.id))
         else:

@@ -11,10 +11,9 @@ from engine.chain import Segment
 from engine.errors import KVCorrupt, KVError, StorageFull
 from engine.interfaces import KVLayout
 from engine.kv_store.catalog import KVCatalog
-from engine.kv_store.group_file import check_group_file
+from engine.kv_store.copies import Copy
 from engine.kv_store.index import (
     EXPIRED,
-    Copy,
     doom,
     insert_copy,
     lease_copies,
@@ -141,7 +140,7 @@ class Reservation:
             copies = {copy.key: copy for copy in adopted}
             fresh = [self._new_copy(item) for item in self._chain if item.key not in stored and item.key not in copies]
             needed = sum(copy.size_bytes for copy in fresh)
-            needed += sum(self._copy_bytes(copy) - copy.size_bytes for copy in adopted)
+            needed += sum(copy.full_bytes - copy.size_bytes for copy in adopted)
             spare = [copy.id for copy in (*stored.values(), *adopted)]
             victims = catalog.space.make_room(db, needed, spare=spare, now=now)
             doom(db, [copy.id for copy in abandoned], "abandoned")
@@ -151,7 +150,7 @@ class Reservation:
                 insert_copy(db, copy, self._owner, catalog.session, now)
             db.executemany(
                 "UPDATE copies SET session = ?, size_bytes = ? WHERE id = ?",
-                [(catalog.session, self._copy_bytes(copy), copy.id) for copy in adopted],
+                [(catalog.session, copy.full_bytes, copy.id) for copy in adopted],
             )
             lease_copies(db, self._lease, catalog.session, stored.values())
         self._adopted = adopted
@@ -174,7 +173,7 @@ class Reservation:
         blocks, sound = self._catalog.blocks, 0
         for block in copy.blocks:
             try:
-                check_group_file(blocks.path(copy.key, copy.id, block.group), block)
+                blocks.check(copy, block.group)
             except FileNotFoundError:
                 break
             except (KVCorrupt, OSError) as error:
@@ -182,7 +181,7 @@ class Reservation:
                 self._catalog.counters.add("checksum_failures" if isinstance(error, KVCorrupt) else "read_errors")
                 break
             sound += 1
-        blocks.remove(copy.key, copy.id, range(sound, copy.layout.num_groups))
+        blocks.remove(copy, range(sound, copy.layout.num_groups))
         return sound
 
     def _make_way(self, db: sqlite3.Connection, now: float) -> None:
@@ -207,6 +206,3 @@ class Reservation:
 
     def _full_bytes(self, segment: Segment) -> int:
         return segment_file_bytes(self._layout, segment.num_tokens)
-
-    def _copy_bytes(self, copy: Copy) -> int:
-        return segment_file_bytes(self._layout, copy.end - copy.start)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from engine.errors import StorageFull
 from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
-from engine.kv_store.index import EXPIRED, LEASED, PINNED, Copy, Index, doom, select_copies, total_bytes
+from engine.kv_store.index import EXPIRED, LEASED, PINNED, Index, doom, select_copies, total_bytes
 
 log = logging.getLogger("foreword.kv_store")
 
@@ -95,7 +96,7 @@ class DiskSpace:
         gone = []
         for copy in copies:
             try:
-                self._blocks.remove(copy.key, copy.id, range(copy.layout.num_groups))
+                self._blocks.remove(copy)
             except OSError as error:  # the row stays and its bytes go on counting, so the cap holds
                 log.error("kv_store: cannot remove segment %s: %s", copy.key[:12], error)
             else:

@@ -14,9 +14,10 @@ from engine.interfaces import KVLayout, KVReader, KVWriter
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.buffers import BufferPool, Bytes, plain_memory
 from engine.kv_store.catalog import Clock, KVCatalog
+from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
 from engine.kv_store.host_cache import HostCache
-from engine.kv_store.index import Copy, lease_copies, stored_copies, touch
+from engine.kv_store.index import lease_copies, stored_copies, touch
 from engine.kv_store.layout import check_layout, same_content
 from engine.kv_store.reader import LocalReader, ReadPath
 from engine.kv_store.reservation import Reservation

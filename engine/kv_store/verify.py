@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import KVCorrupt
 from engine.kv_store.blocks import BlockFolder
-from engine.kv_store.group_file import check_group_file
-from engine.kv_store.index import Copy
+from engine.kv_store.copies import Copy
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def verify_copies(copies: Sequence[Copy], blocks: BlockFolder, on_progress: Call
             report.num_blocks += 1
             report.size_bytes += block.size_bytes
             try:
-                check_group_file(blocks.path(copy.key, copy.id, block.group), block)
+                blocks.check(copy, block.group)
             except (KVCorrupt, OSError) as error:
                 corrupt = isinstance(error, KVCorrupt)
                 report.bad.append(BadBlock(copy, block.group, str(error), corrupt))

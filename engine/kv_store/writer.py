@@ -13,8 +13,8 @@ from xxhash import xxh3_128_digest
 from engine.errors import KVError, StorageFull
 from engine.interfaces import KVLayout
 from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
-from engine.kv_store.index import Copy
 
 log = logging.getLogger("foreword.kv_store")
 
@@ -210,13 +210,11 @@ class LocalWriter:
         segment, copy = piece.segment, piece.segment.copy
         assert copy is not None
         block = copy.block(piece.layer // self._layout.layers_per_group)
-        temporary = self._blocks.temporary(copy.key, copy.id, block.group)
-        self._blocks.write(temporary, block.offset(piece.layer), piece.data)
+        self._blocks.write(copy, block.group, block.offset(piece.layer), piece.data)
         segment.checksums.append(xxh3_128_digest(piece.data))
         if piece.layer != block.layers[-1]:
             return
-        header = block.encode_header(segment.checksums)
-        self._blocks.publish(temporary, self._blocks.path(copy.key, copy.id, block.group), header, block.size_bytes)
+        self._blocks.publish(copy, block.group, segment.checksums)
         segment.checksums.clear()
         self._counters.add("written_bytes", amount=block.size_bytes)
         with self._condition:
@@ -250,5 +248,4 @@ class LocalWriter:
     def _remove_unfinished(self) -> None:
         for segment in self._segments:
             if segment.copy is not None and segment.groups < self._layout.num_groups:
-                path = self._blocks.temporary(segment.copy.key, segment.copy.id, segment.groups)
-                path.unlink(missing_ok=True)
+                self._blocks.remove_unpublished(segment.copy, segment.groups)

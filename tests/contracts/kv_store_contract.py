@@ -314,6 +314,19 @@ class KVStoreContract:
         reader.close()
         assert store.match(FOUR) == 4
 
+    def test_a_release_does_not_take_what_a_writer_builds_on(self, open_store: OpenStore) -> None:
+        store = open_store()
+        store_chain(store, FOUR[1:3], owner="a")
+        store.attach(FOUR[1:3], "a", ttl_s=None, pinned=False)
+        writer = store.open_writer(FOUR, first=0, owner="b")
+        store.release("a")
+        write_layers(writer, FOUR, range(5))
+        writer.commit()
+        assert store.match(FOUR) == 4
+        reader = store.open_reader(FOUR)
+        assert_right(reader, FOUR)
+        reader.close()
+
     def test_a_segment_lives_as_long_as_the_longest_ttl(self, open_store: OpenStore) -> None:
         clock = Clock()
         store = open_store(clock=clock)

@@ -10,7 +10,8 @@ import pytest
 from engine.errors import KVError
 from engine.kv_store import DiskLimits, KVCatalog
 from engine.kv_store.blocks import BlockFolder
-from engine.kv_store.index import Copy, insert_copy
+from engine.kv_store.copies import Copy
+from engine.kv_store.index import insert_copy
 from engine.kv_store.layout import group_file_bytes
 from tests.contracts.kv_store_contract import Clock, full_bytes
 from tests.kv_store.conftest import CAP_BYTES, MakeStore
@@ -126,7 +127,7 @@ def test_a_folder_of_ten_thousand_files_opens_quickly(folder: Path) -> None:
             copy = Copy(f"{number:016x}", f"{number:064x}", 0, 1, LAYOUT, size_bytes)
             insert_copy(db, copy, "job", catalog.session, 0.0)
             for block in copy.blocks:
-                with blocks.path(copy.key, copy.id, block.group).open("wb") as file:
+                with blocks.path(copy, block.group).open("wb") as file:
                     file.truncate(block.size_bytes)
         db.execute("UPDATE copies SET state = 'stored', owner = NULL, session = NULL")
     catalog.close()

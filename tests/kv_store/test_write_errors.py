@@ -13,6 +13,7 @@ import pytest
 from engine.errors import StorageFull
 from engine.interfaces import KVWriter
 from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.copies import Copy
 from engine.kv_store.layout import group_file_bytes
 from tests.contracts.kv_store_contract import full_bytes
 from tests.kv_store.conftest import CAP_BYTES, MakeStore
@@ -28,13 +29,13 @@ class FailingFolder(BlockFolder):
     code = errno.ENOSPC
     left: int | None = None
 
-    def write(self, path: Path, offset: int, data: bytes) -> None:
+    def write(self, copy: Copy, group: int, offset: int, data: bytes) -> None:
         if self.left == 0:
-            super().write(path, offset, data[: len(data) // 2])  # a torn write
-            raise OSError(self.code, os.strerror(self.code), str(path))
+            super().write(copy, group, offset, data[: len(data) // 2])  # a torn write
+            raise OSError(self.code, os.strerror(self.code), str(self.path(copy, group)))
         if self.left is not None:
             self.left -= 1
-        super().write(path, offset, data)
+        super().write(copy, group, offset, data)
 
 
 class GatedFolder(BlockFolder):
@@ -44,9 +45,9 @@ class GatedFolder(BlockFolder):
         super().__init__(folder)
         self.gate = threading.Event()
 
-    def write(self, path: Path, offset: int, data: bytes) -> None:
+    def write(self, copy: Copy, group: int, offset: int, data: bytes) -> None:
         self.gate.wait(30)
-        super().write(path, offset, data)
+        super().write(copy, group, offset, data)
 
 
 class SmallDisk(BlockFolder):
