@@ -13,17 +13,14 @@ log = logging.getLogger("foreword.kv_store")
 
 
 def recover(index: Index, blocks: BlockFolder, space: DiskSpace) -> None:
-    """End the leases of dead processes, settle what they were writing, remove what has no meaning.
+    """End the leases of dead processes, find what has lost files, remove files without meaning.
 
     Other processes may be at work on the folder. Only names and sizes are looked at: contents are checked when read.
     """
     with index.transaction() as db:
         index.reap_dead_sessions(db)
-        settle_orphans(db, blocks)
         # Rows before files: what is stored here had all its files when the folder is listed below.
         stored = select_copies(db, "state = 'stored'", {})
-        doomed = space.removable(db)
-    space.remove(doomed)
     sizes: dict[str, dict[int, int]] = defaultdict(dict)
     files = list(blocks.scan())
     for file in files:
@@ -36,11 +33,12 @@ def recover(index: Index, blocks: BlockFolder, space: DiskSpace) -> None:
             doom(db, [copy.id for copy in broken], "incomplete")
         removable = space.removable(db)
         # Files before rows: a file's row exists before the file does.
-        known = {copy: (state, session) for copy, state, session in db.execute("SELECT id, state, session FROM copies")}
+        states = dict(db.execute("SELECT id, state FROM copies").fetchall())
     space.remove(removable)
     for file in files:
-        state, session = known.get(file.copy or "", (None, None))
-        if state is None or (not file.published and not (state == "writing" and session is not None)):
+        state = states.get(file.copy)
+        # Unpublished files of a copy in writing are its writer's, or `settle_orphans`'s.
+        if state is None or (not file.published and state != "writing"):
             log.info("kv_store: removing %s: nobody's", file.path.name)
             file.path.unlink(missing_ok=True)
 
