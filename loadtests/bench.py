@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark that needs no GPU, one after the other, then the README's tables from what they wrote."""
+"""`make bench`: every benchmark that needs no GPU, in turn, then the README's tables from what they wrote."""
 
 import subprocess
 import sys
