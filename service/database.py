@@ -30,6 +30,7 @@ CREATE TABLE jobs (
     single_flight TEXT,
     worker TEXT,
     lease_until REAL,
+    not_before REAL NOT NULL DEFAULT 0,
     progress REAL NOT NULL DEFAULT 0,
     detail TEXT NOT NULL DEFAULT '{}',
     result TEXT,

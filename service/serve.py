@@ -96,12 +96,17 @@ def _serve(
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="on", server_header=False
     )
-    # uvicorn hands the signal on when it is done; then it has nothing left to do here.
+    server = uvicorn.Server(config)
+
+    def stop(number: int, frame: object) -> None:
+        server.should_exit = True
+
+    # For a signal before uvicorn has its own handlers; it also hands on here what it got, when it is done.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)
+        signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d, data in %s", host, port, settings.data_dir)
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    asyncio.run(server.serve(sockets=[listener]))
     log.info("server ends")
 
 

@@ -108,7 +108,8 @@ def _stopped_by_signals(scheduler: Scheduler) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         scheduler.stop()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
@@ -132,6 +133,7 @@ def main(open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_pa
     share_cores()
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the server decides what becomes of us
     settings = Settings()
     configure_logging(settings.log_level)
     try:

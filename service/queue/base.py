@@ -11,6 +11,11 @@ FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled
 Json = Mapping[str, Any]
 
 
+def retry_delay_s(attempts: int) -> float:
+    """How long a job rests that has failed so many times: 0.5 s, 2 s, 8 s, …, at most a minute."""
+    return float(min(0.5 * 4 ** (attempts - 1), 60.0))
+
+
 class QueueError(Exception):
     """Base of the queue's errors."""
 
@@ -126,7 +131,10 @@ class Queue(Protocol):
         ...
 
     def fail(self, job: Job, error: Json, *, retry: bool, effects: Effects = NO_EFFECTS) -> Job:
-        """With `retry`: back to queued, or dead when attempts are used up. `effects` are applied only when final."""
+        """With `retry`: queued again, to be claimed after a while (retry_delay_s), or dead when attempts are used up.
+
+        `effects` are applied only when final. Raises LeaseLost.
+        """
         ...
 
     def release(self, job: Job) -> None:

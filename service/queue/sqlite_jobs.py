@@ -124,15 +124,19 @@ def _insert(connection: Connection, job: NewJob, now: float) -> tuple[str, bool]
     return job_id, True
 
 
-def has_queued(connection: Connection, kinds: Sequence[str]) -> bool:
+def has_queued(connection: Connection, kinds: Sequence[str], now: float) -> bool:
+    """Whether one may be claimed now."""
     marks = ", ".join("?" * len(kinds))
-    query = f"SELECT 1 FROM jobs INDEXED BY jobs_queued WHERE state = 'queued' AND kind IN ({marks}) LIMIT 1"
-    return connection.execute(query, list(kinds)).fetchone() is not None
+    query = (
+        "SELECT 1 FROM jobs INDEXED BY jobs_queued "
+        f"WHERE state = 'queued' AND kind IN ({marks}) AND not_before <= ? LIMIT 1"
+    )
+    return connection.execute(query, [*kinds, now]).fetchone() is not None
 
 
 def pick(connection: Connection, kinds: Sequence[str], now: float) -> str | None:
     """The next queued job of these kinds: highest aged priority, fair over the tenants that have one there."""
-    rows = [row for kind in kinds for row in _oldest(connection, kind)]
+    rows = [row for kind in kinds for row in _oldest(connection, kind, now)]
     if not rows:
         return None
 
@@ -148,14 +152,15 @@ def pick(connection: Connection, kinds: Sequence[str], now: float) -> str | None
     return str(heads[_fair_tenant(connection, ",".join(sorted(kinds)), costs)]["id"])
 
 
-def _oldest(connection: Connection, kind: str) -> Iterator[Row]:
+def _oldest(connection: Connection, kind: str, now: float) -> Iterator[Row]:
     """The oldest queued job of each (tenant, priority), by index look-ups alone, however long the queue is."""
 
     def first(condition: str, *values: object) -> Row | None:
         row: Row | None = connection.execute(
             "SELECT tenant, id, cost_tokens, priority, created_at FROM jobs INDEXED BY jobs_queued "
-            f"WHERE state = 'queued' AND kind = ? AND {condition} ORDER BY tenant, priority, created_at LIMIT 1",
-            (kind, *values),
+            f"WHERE state = 'queued' AND kind = ? AND not_before <= ? AND {condition} "
+            "ORDER BY tenant, priority, created_at LIMIT 1",
+            (kind, now, *values),
         ).fetchone()
         return row
 
@@ -197,12 +202,14 @@ def expired(connection: Connection, now: float) -> list[Row]:
     return rows
 
 
-def requeue(connection: Connection, row: Row, error: str | None, *, count_attempt: bool) -> None:
+def requeue(
+    connection: Connection, row: Row, error: str | None, *, count_attempt: bool = True, not_before: float = 0.0
+) -> None:
     attempts = row["attempts"] if count_attempt else row["attempts"] - 1
     connection.execute(
         "UPDATE jobs SET state = 'queued', epoch = epoch + 1, attempts = ?, worker = NULL, lease_until = NULL, "
-        "error = coalesce(?, error) WHERE id = ?",
-        (attempts, error, row["id"]),
+        "error = coalesce(?, error), not_before = ? WHERE id = ?",
+        (attempts, error, not_before, row["id"]),
     )
     follow_job(connection, row["id"], None, "queued", None)
     append_events(connection, row["id"], [("state", {"state": "queued", "attempt": attempts})])

@@ -20,6 +20,7 @@ from service.queue.base import (
     Json,
     NewJob,
     UnknownJob,
+    retry_delay_s,
 )
 from service.queue.wakeup import Announcer, Listener, socket_folder
 
@@ -51,7 +52,7 @@ class SqliteQueue:
         with self._listener(JOBS).watch(ANY_JOB) as news:
             while (left_s := deadline - time.monotonic()) > 0:
                 with self._database.read() as connection:
-                    if jobs.has_queued(connection, wanted):
+                    if jobs.has_queued(connection, wanted, self._clock()):
                         return
                 news.wait(left_s)
                 news.clear()
@@ -59,7 +60,7 @@ class SqliteQueue:
     def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
         wanted = tuple(kinds)
         with self._database.read() as connection:
-            if not jobs.has_queued(connection, wanted):
+            if not jobs.has_queued(connection, wanted, self._clock()):
                 return None
         now = self._clock()
         with self._database.write(durable=False) as connection:
@@ -111,8 +112,8 @@ class SqliteQueue:
         with self._database.write(durable=True) as connection:
             row = jobs.fetch_held(connection, job)
             if retry and row["attempts"] < row["max_attempts"]:
-                jobs.requeue(connection, row, jobs.encode(error), count_attempt=True)
-                added = [job.id]
+                rested_at = now + retry_delay_s(row["attempts"])
+                jobs.requeue(connection, row, jobs.encode(error), not_before=rested_at)
             else:
                 jobs.end(connection, job.id, "dead" if retry else "failed", now, error=error)
                 added = jobs.apply_effects(connection, effects, now)
@@ -143,7 +144,7 @@ class SqliteQueue:
             expired = jobs.expired(connection, now)
             for row in expired:
                 if row["attempts"] < row["max_attempts"]:
-                    jobs.requeue(connection, row, None, count_attempt=True)
+                    jobs.requeue(connection, row, None)
                 else:
                     jobs.end(connection, row["id"], "dead", now, error=_died(row))
         self._announce_jobs([row["id"] for row in expired])

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from service.documents.base import Documents
-from service.queue.base import Effects, Job, LeaseLost, NewJob, Queue, RecordChange, UnknownJob
+from service.queue.base import Effects, Job, LeaseLost, NewJob, Queue, RecordChange, UnknownJob, retry_delay_s
 
 LEASE_S = 10.0
 processes = multiprocessing.get_context("spawn")
@@ -259,16 +259,31 @@ class QueueContract:
         assert queue.counts() == {"running": 1}
         queue.finish(job, {})
 
-    def test_fail_retries_then_dies_with_the_reason(self, queue: Queue, backend: Backend) -> None:
+    def test_fail_retries_then_dies_with_the_reason(self, queue: Queue, backend: Backend, clock: Clock) -> None:
         queue.put(NewJob("answer", "t", {}, max_attempts=2), new_file("file-1"))
         error = {"code": "engine_error", "message": "it broke"}
         effects = Effects([RecordChange("files", "file-1", {"filename": "gave up"})])
         assert queue.fail(self.claim(queue), error, retry=True, effects=effects).state == "queued"
         assert backend.documents().file("t", "file-1").filename == "a.txt"
+        assert queue.claim("w", ["answer"], lease_s=LEASE_S) is None, "it rests"
+        clock.now += retry_delay_s(1)
         ended = queue.fail(self.claim(queue), error, retry=True, effects=effects)
         assert (ended.state, ended.error, ended.attempts) == ("dead", error, 2)
         assert backend.documents().file("t", "file-1").filename == "gave up"
         assert queue.claim("w", ["answer"], lease_s=LEASE_S) is None
+
+    def test_resting_job_holds_up_nobody(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}, job_id="resting"))
+        queue.fail(self.claim(queue), {"code": "x", "message": "x"}, retry=True)
+        queue.put(NewJob("answer", "t", {}, job_id="other"))
+        assert self.claim(queue).id == "other"
+        start = time.monotonic()
+        queue.wait(0.2, ["answer"])
+        assert time.monotonic() - start > 0.15, "nothing can be claimed yet"
+        clock.now += retry_delay_s(1)
+        queue.wait(20, ["answer"])
+        assert time.monotonic() - start < 10
+        assert self.claim(queue).id == "resting"
 
     def test_permanent_failure_is_not_retried(self, queue: Queue) -> None:
         queue.put(NewJob("answer", "t", {}))

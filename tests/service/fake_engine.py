@@ -112,7 +112,9 @@ class FakePrefill:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(STEP_S)
         self.done += 1
-        self.point.write_text(str(self.done))
+        scratch = self.point.with_suffix(".new")
+        scratch.write_text(str(self.done))
+        scratch.rename(self.point)
         if self.done < self.total:
             return True
         key = self.engine.key(self.request.tokens, self.request.salt, self.request.fidelity)

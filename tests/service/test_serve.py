@@ -265,6 +265,15 @@ def test_worker_ends_with_its_server(serving: Callable[..., Served]) -> None:
     until(lambda: not server.workers())
 
 
+def test_interrupt_from_the_keyboard_ends_both_gently(serving: Callable[..., Served]) -> None:
+    server = serving()
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.process.wait(30) == 0
+    assert server.workers() == []
+    assert not any(entry["level"] in ("error", "critical") for entry in server.lines())
+
+
 def test_worker_runs_alone(tmp_path: Path) -> None:
     server = Served(tmp_path)
     database = Database(database_path(server.data_dir))
