@@ -8,6 +8,7 @@ the same whether the document ends there or goes on, however the work is cut int
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask
 from engine.stored_kv import load_segments, segment_bytes
 from engine.work import PrefillWork
+from kernels.cpu_workers import run_all
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +252,9 @@ class LayerMajorPrefill:
         weights = model.layers[layer]
         tiles = _tiles(segment)
         q = torch.empty(tiles[-1].stop - segment.start, spec.heads, spec.head_dim, dtype=model.dtype)
-        for tile in tiles:
+        out = torch.zeros_like(q)
+
+        def project(tile: range) -> None:
             hidden = state.hidden[tile.start - state.first_row : tile.stop - state.first_row]
             at = forward.rotation(model, tile.start, len(tile))
             tile_q, k, v = forward.queries_keys_values(model, weights, hidden, at)
@@ -258,8 +262,14 @@ class LayerMajorPrefill:
             real = min(tile.stop, segment.end)
             state.kv[0, :, tile.start : real] = k[: real - tile.start].transpose(0, 1)
             state.kv[1, :, tile.start : real] = v[: real - tile.start].transpose(0, 1)
+
+        def finish(tile: range) -> None:
+            rows = slice(tile.start - state.first_row, tile.stop - state.first_row)
+            attended = out[tile.start - segment.start : tile.stop - segment.start]
+            state.hidden[rows] = forward.finish_layer(model, weights, state.hidden[rows], attended)
+
+        run_all(partial(project, tile) for tile in tiles)
         yield
-        out = torch.zeros_like(q)
         task = SegmentTask(
             layer=layer,
             start=segment.start,
@@ -270,10 +280,7 @@ class LayerMajorPrefill:
             seed=int(segment.key[:14], 16) ^ layer,
         )
         yield from attend(task, self._settings, state.report)
-        for tile in tiles:
-            rows = slice(tile.start - state.first_row, tile.stop - state.first_row)
-            attended = out[tile.start - segment.start : tile.stop - segment.start]
-            state.hidden[rows] = forward.finish_layer(model, weights, state.hidden[rows], attended)
+        run_all(partial(finish, tile) for tile in tiles)
         yield
 
     def _checkpoint_due(self, layer: int, last: float) -> bool:

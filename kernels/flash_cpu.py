@@ -66,7 +66,7 @@ def pack(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[rows, heads, head_dim] → [kv_heads, rows * group, head_dim]: a group's rows share their keys."""
     rows, heads, head_dim = q.shape
     group = heads // kv_heads
-    return q.view(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
+    return q.unflatten(1, (kv_heads, group)).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
 
 
 def unpack(out: torch.Tensor, lse: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

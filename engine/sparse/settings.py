@@ -10,7 +10,7 @@ Policy = Literal["dense", "a_shape", "vertical_slash", "block_sparse", "adaptive
 POLICIES: tuple[Policy, ...] = ("dense", "a_shape", "vertical_slash", "block_sparse", "adaptive")
 
 # Raised whenever the choice of blocks changes for equal settings.
-POLICY_VERSION = 1
+POLICY_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class SparseSettings:
     target: float = 0.95  # mean share of the softmax mass to keep, per (segment, KV-head group)
     dense_below_target: bool = False  # past the widening budget: go dense instead of saying below_target
     crossover_tokens: int = 8192  # segments that end at or before this position are dense
-    row_block: int = 128
+    row_block: int = 256
     key_block: int = 64
-    sampled_rows: int = 4  # of each row block and head, exact, for the choice of blocks
+    sampled_rows: int = 8  # of each row block and head, exact, for the choice of blocks
     guard_rows: int = 64  # of each segment and head, fresh, for the measured recall
     sink_blocks: int = 1
     local_blocks: int = 4

@@ -113,7 +113,7 @@ def test_diffuse_heads_widen_and_strict_goes_dense() -> None:
     assert widened.density > short.density
     assert min(widened.recalls) > min(short.recalls)
     work = task(scattered=6.0)
-    strict = run(work, replace(once, dense_below_target=True))
+    strict = run(work, replace(once, dense_below_target=True, target=0.99))
     assert not strict.below_target
     assert dense_error(work) < 1e-5
     assert strict.density == pytest.approx(1.0)
