@@ -99,7 +99,7 @@ def decode_name(raw: bytes) -> str:
     if all(c.isascii() or c.isalpha() for c in dos):
         return dos
     best = max(EAST_ASIAN, key=lambda name: _east_asian_score(raw, name))
-    if _east_asian_score(raw, best) > 0.9:
+    if _east_asian_score(raw, best) > 0.75:
         return raw.decode(best)
     return dos
 
@@ -242,7 +242,9 @@ def _guess(sample: bytes) -> str | None:
 
     best = from_bytes(sample[:65536], steps=5, chunk_size=512).best()
     name = known(best.encoding) if best else None
-    return name if name and _letters_score(sample, name) > 0.5 else None
+    # East Asian codes have been judged already; half-width kana would make any bytes Japanese.
+    single_byte = name is not None and len(b"\xc1\xc2\xe0".decode(name, "replace")) == 3
+    return name if name and single_byte and _letters_score(sample, name) > 0.5 else None
 
 
 def _letters_score(data: bytes, name: str) -> float:

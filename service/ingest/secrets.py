@@ -7,13 +7,6 @@ from collections.abc import Iterator
 
 # (kind, lower-case words one of which must be there before the expression is tried, expression)
 KNOWN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
-    (
-        "private_key",
-        ("-----begin",),
-        re.compile(
-            r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,12000}?(?:-----END [A-Z0-9 ]+-----|\Z)"
-        ),
-    ),
     ("aws_access_key", ("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")),
     (
         "github_token",
@@ -29,6 +22,8 @@ KNOWN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
     ("api_key", ("pypi-", "sg."), re.compile(r"\b(?:pypi-[A-Za-z0-9_-]{50,}|SG\.[\w-]{20,}\.[\w-]{40,})")),
     ("jwt", ("eyj",), re.compile(r"\beyJ[A-Za-z0-9_-]{15,}\.eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{20,}")),
 )
+PRIVATE_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
+MAX_KEY_CHARS = 16_000
 ASSIGNED_HINTS = (
     "secret",
     "passw",
@@ -53,6 +48,7 @@ PLACEHOLDER = re.compile(
 def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
     """(kind, start, end) of each suspected secret in `text`, not sorted."""
     lower = text.lower()
+    yield from _private_keys(text)
     for kind, hints, pattern in KNOWN:
         if any(hint in lower for hint in hints):
             for found in pattern.finditer(text):
@@ -64,6 +60,17 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
     for found in ASSIGNED.finditer(lower):
         if _looks_random(text[found.start("value") : found.end("value")]):
             yield "assigned_secret", found.start("value"), found.end("value")
+
+
+def _private_keys(text: str) -> Iterator[tuple[str, int, int]]:
+    behind = 0
+    for found in PRIVATE_KEY.finditer(text):
+        if found.start() < behind:
+            continue
+        end = text.find("-----END ", found.end(), found.end() + MAX_KEY_CHARS)
+        line_end = text.find("\n", max(end, found.end()))
+        behind = len(text) if line_end < 0 else line_end
+        yield "private_key", found.start(), behind
 
 
 def mask(text: str, spans: list[tuple[str, int, int]]) -> str:

@@ -54,6 +54,7 @@ MAGIC: tuple[tuple[bytes, Format], ...] = (
 )
 PDF_SEARCH_BYTES = 1024  # viewers accept junk before the header up to here
 # Control characters that text doesn't hold; tab, newline, form feed, return, escape and backspace it may.
+CONTROL_CHARACTERS = re.compile("[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f\ufffe\uffff]")
 CONTROLS = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 
 
@@ -130,12 +131,10 @@ def utf16_without_mark(data: bytes) -> Literal["utf-16-le", "utf-16-be"] | None:
     half = len(sample) // 2
     encoding: Literal["utf-16-le", "utf-16-be"]
     if odd > half * 0.4 and even <= half * 0.02:
-        encoding, low = "utf-16-le", sample[0::2]
+        encoding = "utf-16-le"
     elif even > half * 0.4 and odd <= half * 0.02:
-        encoding, low = "utf-16-be", sample[1::2]
+        encoding = "utf-16-be"
     else:
-        return None
-    if CONTROLS.search(bytes(b for b in low if b)):
         return None
     try:
         text = sample.decode(encoding)
@@ -143,7 +142,7 @@ def utf16_without_mark(data: bytes) -> Literal["utf-16-le", "utf-16-be"] | None:
         if error.start < len(sample) - 2:
             return None
         text = sample[: error.start].decode(encoding)
-    return encoding if "\x00" not in text else None
+    return None if CONTROL_CHARACTERS.search(text) else encoding
 
 
 OFFICE_PARTS: tuple[tuple[str, Format], ...] = (("word/", "docx"), ("xl/", "xlsx"), ("ppt/", "pptx"))

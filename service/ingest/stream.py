@@ -67,7 +67,10 @@ class TokenStream:
         return self._hash.hexdigest()
 
     def abandon(self) -> None:
+        """Stop without finishing: what lies on disk is no document."""
         self._pool.shutdown(cancel_futures=True)
+        for file in (self._text, self._tokens, self._offsets):
+            file.close()
 
     def _send(self) -> None:
         while len(self._waiting) >= MAX_WAITING_BATCHES:

@@ -196,10 +196,8 @@ def _roman(value: int) -> str:
     return out
 
 
-ROMAN = (
-    (1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"), (9, "ix"),
-    (5, "v"), (4, "iv"), (1, "i"),
-)  # fmt: skip
+ROMAN_LETTERS = ("m", "cm", "d", "cd", "c", "xc", "l", "xl", "x", "ix", "v", "iv", "i")
+ROMAN = tuple(zip((1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1), ROMAN_LETTERS, strict=True))
 ONES = [
     "zero",
     "one",

@@ -175,12 +175,12 @@ class _Page:
             self.write(f" {element.get('value')} ")
 
     def _close(self, tag: str) -> None:
+        if tag in BLOCKS:
+            self.break_line()
         if tag == "pre":
             self._pre -= 1
         elif tag in ("ul", "ol") and self._lists:
             self._lists.pop()
-        if tag in BLOCKS:
-            self.break_line()
         if tag in SPACED:
             self.blank_line()
 

@@ -95,9 +95,8 @@ def runs_by_direction(text_page: Any, chars: PageChars) -> list[list[Run]]:
     """Runs of the page's text, one list a writing direction, the commonest first."""
     if not len(chars.solid):
         return []
-    runs = _runs(chars, chars.solid, chars.boxes)
-    if not _looks_turned(runs, len(chars.solid)):
-        return [runs]
+    if not _looks_turned(chars.boxes[chars.solid]):
+        return [_runs(chars, chars.solid, chars.boxes)]
     handle = ctypes.cast(text_page, ctypes.c_void_p).value
     angles = np.array([_angle_at(handle, int(i)) for i in chars.solid])
     quarter = np.round(angles / (math.pi / 2)).astype(int) % 4
@@ -107,10 +106,15 @@ def runs_by_direction(text_page: Any, chars: PageChars) -> list[list[Run]]:
     return groups
 
 
-def _looks_turned(runs: list[Run], num_chars: int) -> bool:
-    """Text that isn't written left to right falls into runs of one or two characters."""
-    short = sum(1 for run in runs if len(run.text) <= 2)
-    return short >= 6 and short > 0.1 * num_chars
+def _looks_turned(boxes: NDArray[np.float32]) -> bool:
+    """Whether many characters follow one another upwards, downwards or to the left."""
+    x, y = (boxes[:, 0] + boxes[:, 2]) / 2, (boxes[:, 1] + boxes[:, 3]) / 2
+    size = np.maximum(np.abs(boxes[:, 1] - boxes[:, 3]), np.abs(boxes[:, 2] - boxes[:, 0]))[1:]
+    dx, dy = np.diff(x), np.diff(y)
+    backwards = (np.abs(dy) < 0.3 * size) & (dx < -0.05 * size) & (dx > -2 * size)
+    vertical = (np.abs(dy) > np.abs(dx)) & (np.abs(dy) < 1.5 * size)
+    turned = int((backwards | vertical).sum())
+    return turned >= 6 and turned > 0.1 * len(boxes)
 
 
 def _turn(boxes: NDArray[np.float32], quarter_turns: int) -> NDArray[np.float32]:
