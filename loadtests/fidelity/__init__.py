@@ -1,0 +1,1 @@
+"""Long-context fidelity: what sparse prefill loses against dense attention, task by task."""

@@ -1,0 +1,1 @@
+"""Training of the default model's long-context adapter (see docs/model.md)."""
