@@ -19,15 +19,9 @@ PARAMETERS = Path(__file__).with_name("heads.json")
 _KEY_RUN, _QUERY_RUN, _EPOCH = 128, 256, 65_536  # tokens of a topic run, of a query's interest, of a set of topics
 _CODE = 8.0  # norm of every planted key direction
 # Channel pairs of 64, quick to slow. Sink and verticals have a pair of their own: codes of topics overlap a little.
-_SLASH_PAIRS, _LOCAL_PAIRS, _TOPIC_PAIRS, _SINK_PAIR, _VERTICAL_PAIR = (
-    slice(0, 24),
-    slice(24, 44),
-    slice(44, 62),
-    62,
-    63,
-)
-_SINK_TOKENS, _LOCAL_TOKENS, _SLASH_TOKENS, _VERTICALS = 4, 512, 48, 48
-_BACKGROUND = 0.003  # share of the mass left to all other keys before overlaps raise it, at the length asked for
+_SLASH_PAIRS, _LOCAL_PAIRS, _TOPIC_PAIRS = slice(0, 16), slice(16, 42), slice(42, 62)
+_SINK_PAIR, _VERTICAL_PAIR = 62, 63
+_SINK_TOKENS, _VERTICALS = 4, 48
 _ROWS = 65_536
 
 
@@ -49,6 +43,17 @@ class Profile:
     key_noise: float
     query_noise: float
     layers: tuple[tuple[Group, ...], ...]
+    background: tuple[tuple[int, float], ...]  # (tokens, share), ascending
+
+    def background_at(self, tokens: int) -> float:
+        """The calibrated share at a length, interpolated between the lengths of the file in both logarithms."""
+        below = [pair for pair in self.background if pair[0] <= tokens] or [self.background[0]]
+        above = [pair for pair in self.background if pair[0] >= tokens] or [self.background[-1]]
+        (left, low), (right, high) = below[-1], above[0]
+        if left == right:
+            return low
+        part = math.log(tokens / left) / math.log(right / left)
+        return math.exp(math.log(low) * (1 - part) + math.log(high) * part)
 
 
 def load_profile(name: str) -> Profile:
@@ -63,10 +68,11 @@ def load_profile(name: str) -> Profile:
         listed = layer.get("groups") or [{"share": layer["share"], "mass": profile["mass"]}] * kv_heads
         return tuple(Group(group.get("keys"), group.get("share"), group["mass"]) for group in listed)
 
+    background = tuple((int(tokens), share) for tokens, share in profile["background"].items())
     shared = {
         key: parameters[key] for key in ("rope_theta", "head_dim", "kv_heads", "group", "key_noise", "query_noise")
     }
-    return Profile(**shared, layers=tuple(groups(layer) for layer in profile["layers"]))
+    return Profile(**shared, layers=tuple(groups(layer) for layer in profile["layers"]), background=background)
 
 
 def generate(
@@ -76,20 +82,27 @@ def generate(
     layer: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    first_row: int = 0,
+    rows: tuple[int, int] | None = None,
+    background: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q [tokens - first_row, heads, head_dim], k [kv_heads, tokens, head_dim]) after RoPE; rows before first_row are
-    not made. The same arguments give the same values on one kind of device."""
+    """(q [rows, heads, head_dim], k [kv_heads, tokens, head_dim]) after RoPE; `rows` (default: all) are first and end.
+
+    `background` overrides the profile's calibrated share of the mass that lies outside what is planted. The same
+    arguments give the same values on one kind of device.
+    """
     groups = profile.layers[layer % len(profile.layers)]
-    q = torch.empty(tokens - first_row, profile.kv_heads * profile.group, profile.head_dim, dtype=dtype, device=device)
+    first_row, end_row = rows or (0, tokens)
+    if background is None:
+        background = profile.background_at(tokens)
+    q = torch.empty(end_row - first_row, profile.kv_heads * profile.group, profile.head_dim, dtype=dtype, device=device)
     k = torch.empty(profile.kv_heads, tokens, profile.head_dim, dtype=dtype, device=device)
     for index, group in enumerate(groups):
-        planted = _Planted(profile, group, tokens, seed=1000 * layer + index, device=torch.device(device))
+        planted = _Planted(profile, group, tokens, background, seed=1000 * layer + index, device=torch.device(device))
         for start in range(0, tokens, _ROWS):
             k[index, start : start + _ROWS] = planted.keys(start, min(start + _ROWS, tokens)).to(dtype)
         heads = slice(index * profile.group, (index + 1) * profile.group)
-        for start in range(first_row, tokens, _ROWS):
-            end = min(start + _ROWS, tokens)
+        for start in range(first_row, end_row, _ROWS):
+            end = min(start + _ROWS, end_row)
             q[start - first_row : end - first_row, heads] = planted.queries(start, end).to(dtype)
     return q, k
 
@@ -97,7 +110,9 @@ def generate(
 class _Planted:
     """The planted directions of one group and who carries them."""
 
-    def __init__(self, profile: Profile, group: Group, tokens: int, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, profile: Profile, group: Group, tokens: int, background: float, *, seed: int, device: torch.device
+    ) -> None:
         self.profile, self.device = profile, device
         self.noise = torch.Generator(device).manual_seed(seed)
         choice = torch.Generator().manual_seed(seed)
@@ -124,17 +139,28 @@ class _Planted:
         self.query_epoch = torch.rand(runs, generator=choice).to(device)  # where in the past the interest lies
         self.vertical = torch.randint(min(tokens, _EPOCH), (_VERTICALS,), generator=choice).to(device)
         self.slash = int(torch.randint(1024, 32_768, (1,), generator=choice))
-        # A component of n keys holds its share of the mass when n · e^logit is that share of the whole, of which the
-        # background of all other keys is _BACKGROUND.
-        whole = tokens / _BACKGROUND
-        count = {
-            "sink": _SINK_TOKENS, "local": _LOCAL_TOKENS, "slash": _SLASH_TOKENS, "vertical": _VERTICALS,
-            "topic": topic_keys,
-        }  # fmt: skip
-        self.amplitude = {
-            kind: max(0.0, math.log(group.mass[kind] * whole / count[kind])) * profile.head_dim**0.5 / _CODE
-            for kind in count
-        }
+        # n keys of one logit hold their share of the mass when n · e^logit is that share of the whole, of which the
+        # background of all other keys is `background`; a band's logit falls with the distance: its sum is solved for.
+        whole = tokens / background
+        count = {"sink": _SINK_TOKENS, "vertical": _VERTICALS, "topic": topic_keys}
+        logit = {kind: max(0.0, math.log(group.mass[kind] * whole / count[kind])) for kind in count}
+        for kind, band in (("local", _LOCAL_PAIRS), ("slash", _SLASH_PAIRS)):
+            logit[kind] = self._band_logit(band, group.mass[kind] * whole, tokens, both_sides=kind == "slash")
+        self.amplitude = {kind: value * profile.head_dim**0.5 / _CODE for kind, value in logit.items()}
+
+    def _band_logit(self, pairs: slice, mass: float, tokens: int, *, both_sides: bool) -> float:
+        """The peak logit at which a band's exponentials, less a background of 1 a key, add up to `mass`."""
+        distance = torch.arange(tokens, dtype=torch.float32, device=self.device)
+        shape = torch.zeros_like(distance)
+        for frequency in self.frequencies[pairs].float():
+            shape += (distance * frequency).cos()
+        shape /= pairs.stop - pairs.start
+        low, high = 0.0, 30.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            found = float((shape * middle).exp().sub(1).clamp(min=0).sum(dtype=torch.float64)) * (1 + both_sides)
+            low, high = (middle, high) if found < mass else (low, middle)
+        return low
 
     def keys(self, start: int, end: int) -> torch.Tensor:
         """[end - start, head_dim] float32."""

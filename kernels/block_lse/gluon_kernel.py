@@ -110,7 +110,8 @@ def _multiply(HALF_INDEX: gl.constexpr, q_ptr, rows_ptr, out_ptr, q_tile, ring, 
         gl.store(out_at + block * stride_ob, nothing, mask=valid)
 
 
-@gluon.jit
+# A count of 1 must not become a constant: constants can't be handed to the warp groups.
+@gluon.jit(do_not_specialize=["samples", "key_blocks", "row_offset"])
 def block_lse_kernel(
     q_ptr, k_desc, rows_ptr, out_ptr, stride_qt, stride_qh, samples, key_blocks, row_offset, qk_scale,
     GROUP: gl.constexpr, PER_HEAD: gl.constexpr, KEY_BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,

@@ -2,7 +2,7 @@
 
 One warp fetches the listed key and value blocks by TMA into a ring of shared-memory stages; two warp groups of 64
 packed rows each run wgmma on them. Each group issues the scores of the next block before the product with the values
-of the last one, so that its softmax runs while the tensor cores are busy. Groups take turns at issuing (ping-pong).
+of the last one, so that its softmax runs while the tensor cores are busy.
 """
 
 import torch
@@ -26,6 +26,7 @@ LOG2_E = 1.4426950408889634
 _LOWEST = gl.constexpr(-1.0e30)  # a finite maximum keeps exp2(m - m) from being NaN in rows without a key
 _ROWS = 128  # packed rows of a program: two warp groups of 64
 _BARRIER_BYTES = 1024
+_RING_BYTES = 128 * 1024  # keys and values in flight; more did not run faster
 
 
 def unsupported(numbers: Capability) -> str | None:
@@ -86,12 +87,18 @@ def _fetch(k_desc, v_desc, k_ring, v_ring, k_full, k_free, v_full, v_free, offse
 
 
 @gluon.jit
-def _softmax(scores, m, total, qk_scale):
-    """Online softmax: (weights, new maximum, rescaling factor, new sum); the maximum is in scaled base-2 units."""
+def _softmax(scores, m, qk_scale):
+    """Online softmax: (weights, new maximum, rescaling factor); the maximum is in scaled base-2 units."""
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     weights = gl.exp2(scores * qk_scale - m_new[:, None])
     alpha = gl.exp2(m - m_new)
-    return weights, m_new, alpha, total * alpha + gl.sum(weights, 1)
+    return weights, m_new, alpha
+
+
+@gluon.jit
+def _thread_sums(weights, HALF: gl.constexpr, KEY_BLOCK: gl.constexpr):
+    """Sums over the keys that one thread holds, [HALF, 8]: the rest of the sum waits for the end of the tile."""
+    return gl.sum(gl.reshape(weights, [HALF, KEY_BLOCK // 8, 8]), 1)
 
 
 @gluon.jit
@@ -155,7 +162,9 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
                 mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
             keys = gl.load(blocks_ptr + end - 1) * KEY_BLOCK + key
             scores = gl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
-            weights, m, alpha, total = _softmax(scores, m, total, qk_scale)
+            weights, m, alpha = _softmax(scores, m, qk_scale)
+            sums = _thread_sums(weights, HALF, KEY_BLOCK)
+            sum_rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
             p = gl.convert_layout(weights.to(dtype), p_layout)
             mbarrier.wait(k_full.index((used + 1) % STAGES), (used + 1) // STAGES & 1, pred=count > 1)
             for step in range(1, count):
@@ -175,7 +184,9 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
                 if step < masked:
                     keys = gl.load(blocks_ptr + end - 1 - step) * KEY_BLOCK + key
                     scores = gl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
-                weights, m, alpha, total = _softmax(scores, m, total, qk_scale)
+                weights, m, alpha = _softmax(scores, m, qk_scale)
+                decay = gl.convert_layout(alpha, sum_rows)
+                sums = sums * decay[:, None] + _thread_sums(weights, HALF, KEY_BLOCK)
                 # Waiting for the next keys here, not above, keeps the assembler from hoisting the wait for the
                 # product over the softmax that it is to run beside: it moves nothing across this loop.
                 ahead = used + step + 1
@@ -191,6 +202,7 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_free.index(last), count=1)
             used += count
+            total = gl.convert_layout(gl.sum(sums, 1), s_rows)
 
         empty = total == 0.0
         lse = gl.where(empty, float("-inf"), (m + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453)
@@ -206,7 +218,8 @@ def _attend(GROUP_INDEX: gl.constexpr, q_ptr, out_ptr, lse_ptr, q_tile, k_ring, 
         gl.store(out_ptr + at[:, None] + channel[None, :], (acc * share[:, None]).to(dtype), mask=valid[:, None])
 
 
-@gluon.jit
+# A count of 1 must not become a constant: constants can't be handed to the warp groups.
+@gluon.jit(do_not_specialize=["tokens", "row_offset", "row_blocks", "heads", "num_tiles"])
 def block_sparse_attention_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, offsets_ptr, blocks_ptr,
     stride_qt, stride_qh, stride_ot, stride_oh, tokens, row_offset, row_blocks, heads, num_tiles, qk_scale,
@@ -272,7 +285,7 @@ def block_sparse_attention(
     scale: float,
     out: torch.Tensor,
     *,
-    ping_pong: bool = True,
+    ping_pong: bool = False,
     stages: int | None = None,
     persistent: bool = True,
 ) -> torch.Tensor:
@@ -285,7 +298,7 @@ def block_sparse_attention(
     if stages is None:
         ring_bytes = 2 * lists.key_block * head_dim * q.element_size()
         room = numbers.shared_memory_bytes - _BARRIER_BYTES - _ROWS * head_dim * q.element_size()
-        stages = min(4, room // ring_bytes)
+        stages = min(_RING_BYTES, room) // ring_bytes
     block = [1, lists.key_block, head_dim]
     layout = gl.NVMMASharedLayout.get_default_for(block, element(q.dtype))
     k_desc, v_desc = (TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t in (k, v))

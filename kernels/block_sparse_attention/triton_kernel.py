@@ -73,7 +73,8 @@ def block_sparse_attention_kernel(
 
     first_token = row_block * ROW_BLOCK + program % TILES * BLOCK_M // GROUP
     last_token = row_block * ROW_BLOCK + (program % TILES * BLOCK_M + BLOCK_M - 1) // GROUP
-    first_position = row_offset + first_token
+    # A tile can lie wholly behind the last row: its full blocks must still lie inside k.
+    first_position = row_offset + tl.minimum(first_token, tokens - 1)
     last_position = row_offset + tl.minimum(last_token, tokens - 1)
     list_index = row_block.to(tl.int64) * LIST_HEADS + list_head
     begin, end = tl.load(offsets_ptr + list_index), tl.load(offsets_ptr + list_index + 1)

@@ -8,7 +8,42 @@ from kernels.dispatch import capability
 from kernels.launch import precision, shared_memory_bytes
 
 LOG2_E = 1.4426950408889634
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+@triton.jit
+def _page(
+    q, q_scale, acc, m, total, page, held, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_kp, stride_kt, stride_vp,
+    stride_vt, k_scale_at, v_scale_at, stride_ksp, stride_vsp,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the first `held` keys of one page."""
+    key = tl.arange(0, PAGE)
+    channels = tl.arange(0, BLOCK_D)
+    k_at = k_ptr + page * stride_kp + key[:, None] * stride_kt + channels[None, :]
+    v_at = v_ptr + page * stride_vp + key[:, None] * stride_vt + channels[None, :]
+    mask = (key < held)[:, None] & (channels < HEAD_DIM)[None, :]
+    PADDED: tl.constexpr = MASKED or BLOCK_D != HEAD_DIM
+    k = tl.load(k_at, mask=mask, other=0.0) if PADDED else tl.load(k_at)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    score_scale = q_scale
+    if QUANTISED:
+        score_scale = q_scale * tl.load(k_scales_ptr + page * stride_ksp + k_scale_at)
+    scores *= score_scale[:, None]
+    if MASKED:
+        scores = tl.where((key < held)[None, :], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    weights = tl.exp2(scores - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    total = total * alpha + tl.sum(weights, 1)
+    v = tl.load(v_at, mask=mask, other=0.0) if PADDED else tl.load(v_at)
+    if QUANTISED:
+        v_scale = tl.load(v_scales_ptr + page * stride_vsp + v_scale_at)
+        acc = acc * alpha[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION) * v_scale
+    else:
+        acc = tl.dot(weights.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, total
 
 
 @triton.jit
@@ -45,29 +80,23 @@ def split_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     m = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    key = tl.arange(0, PAGE)
-    for index in tl.range(first, last):
+    # All pages but the entry's last are full: they need no mask.
+    full = tl.maximum(first, tl.minimum(last, length // PAGE))
+    for index in tl.range(first, full):
         page = tl.load(table_ptr + entry * stride_tb + index).to(tl.int64)
-        held = index * PAGE + key < length
-        mask = held[:, None] & inside[None, :]
-        k_at = k_ptr + page * stride_kp + kv_head * stride_kh + key[:, None] * stride_kt + channels[None, :]
-        v_at = v_ptr + page * stride_vp + kv_head * stride_vh + key[:, None] * stride_vt + channels[None, :]
-        k = tl.load(k_at, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None]
-        if QUANTISED:
-            scores *= tl.load(k_scales_ptr + page * stride_ksp + kv_head * stride_ksh)
-        scores = tl.where(held[None, :], scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        weights = tl.exp2(scores - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        total = total * alpha + tl.sum(weights, 1)
-        v = tl.load(v_at, mask=mask, other=0.0).to(q.dtype)
-        if QUANTISED:
-            v_scale = tl.load(v_scales_ptr + page * stride_vsp + kv_head * stride_vsh)
-            acc = acc * alpha[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION) * v_scale
-        else:
-            acc = tl.dot(weights.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
+        acc, m, total = _page(
+            q, q_scale, acc, m, total, page, PAGE, k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
+            k_scales_ptr, v_scales_ptr, stride_kp, stride_kt, stride_vp, stride_vt, kv_head * stride_ksh,
+            kv_head * stride_vsh, stride_ksp, stride_vsp, HEAD_DIM, BLOCK_D, PAGE, False, QUANTISED, PRECISION,
+        )  # fmt: skip
+    for index in tl.range(full, last):
+        page = tl.load(table_ptr + entry * stride_tb + index).to(tl.int64)
+        acc, m, total = _page(
+            q, q_scale, acc, m, total, page, length - index * PAGE, k_ptr + kv_head * stride_kh,
+            v_ptr + kv_head * stride_vh, k_scales_ptr, v_scales_ptr, stride_kp, stride_kt, stride_vp, stride_vt,
+            kv_head * stride_ksh, kv_head * stride_vsh, stride_ksp, stride_vsp, HEAD_DIM, BLOCK_D, PAGE, True,
+            QUANTISED, PRECISION,
+        )  # fmt: skip
     at = (tl.program_id(1).to(tl.int64) * splits + split) * ROWS + row
     tl.store(acc_ptr + at[:, None] * BLOCK_D + channels[None, :], acc)
     tl.store(m_ptr + at, m)
@@ -125,7 +154,8 @@ def decode_attention(
     total = torch.empty_like(m)
     page_bytes = page * block_d * k_pages.element_size()
     if stages is None:
-        stages = max(1, min(3, shared_memory_bytes(q.device) // (2 * page_bytes + 16 * 1024)))
+        most = 2 if k_scales is not None else 3
+        stages = max(1, min(most, shared_memory_bytes(q.device) // (2 * page_bytes + 16 * 1024)))
     strides = [0, 0, 0, 0]
     if k_scales is not None and v_scales is not None:
         strides = [*k_scales.stride(), *v_scales.stride()]
