@@ -146,7 +146,7 @@ def sample_offsets(samples: int, row_block: int) -> torch.Tensor:
 
 
 def selection_share(name: str, tokens: int, *, samples: int, row_block: int, guard_rows: int) -> None:
-    """Scoring + selection + guard against attention over what was selected, one layer of `llama8b`, in 64K-row chunks."""
+    """Scoring + selection + guard against attention over what was selected, a layer of `llama8b`, in 64K-row chunks."""
     q, k = generate(load_profile("llama8b"), tokens, device=DEVICE)
     v = torch.randn_like(k)
     offsets = sample_offsets(samples, row_block)
