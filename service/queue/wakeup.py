@@ -8,14 +8,18 @@ waits: a loss costs TICK_S, never an event.
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import socket
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 _MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
@@ -115,15 +119,24 @@ class Listener:
                 sender.sendto(b"", str(self._path))
 
     def _run(self) -> None:
+        tick_at = 0.0
         while not self._closed:
             with self._lock:
-                self._socket.settimeout(TICK_S if self._waiters else None)
-            try:
-                keys: Iterable[str] = [self._socket.recv(256).decode()]
-            except TimeoutError:
-                keys = self._missed()
-            for key in keys:
+                left_s = max(0.001, tick_at - time.monotonic())
+                self._socket.settimeout(left_s if self._waiters else None)
+            with contextlib.suppress(TimeoutError):
+                self._wake(self._socket.recv(256).decode())
+            # By the clock and not by silence: where others' news never cease, a lost one must be found all the same.
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + TICK_S
+                self._find_missed()
+
+    def _find_missed(self) -> None:
+        try:
+            for key in self._missed():
                 self._wake(key)
+        except Exception:
+            log.exception("lost wake-ups not looked for; it is tried again")
 
     def _wake(self, key: str) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from service.documents.sqlite import SqliteDocuments
 from service.queue.base import NewJob
 from service.queue.sqlite_queue import SqliteQueue
 from service.queue.wakeup import Announcer, Listener, socket_folder
+from service.timer import Timer
 from tests.contracts.queue_contract import QueueContract
 
 
@@ -128,12 +129,16 @@ def test_lost_wakeup_costs_a_tick_not_an_event(backend: SqliteBackend, monkeypat
     job = other.claim("w", ["answer"], lease_s=10)
     assert job is not None
     monkeypatch.setattr(other._announcer, "announce", lambda topic, key: None)
+    loud = Announcer(socket_folder(backend.path.parent))
     timer = threading.Timer(0.1, lambda: other.emit(job, [("token", {"text": "quiet"})]))
     timer.start()
+    noise = Timer("noise", 0.02, lambda: loud.announce("events", "another job"))
     start = time.monotonic()
     (event,) = queue.events(job_id, queue.events(job_id)[-1].seq, timeout_s=60)
     assert event.data == {"text": "quiet"}
     assert time.monotonic() - start < 30
     timer.join()
+    noise.close()
+    loud.close()
     queue.close()
     other.close()
