@@ -93,7 +93,9 @@ class Assembler:
             return
         if writer is None:
             row.num_chars = chars
-            if not any(m.get("text", "").strip() for m in held) and row.entry.format not in ("text", "empty"):
+            silent = not any(m.get("text", "").strip() for m in held)
+            parsed = row.entry.format not in ("text", "empty") or any("format" in m for m in held)
+            if silent and parsed:
                 self._explain_silence(row, held)
                 return
             digest = blake3("".join(_held_text(held)).encode("utf-8", "replace")).hexdigest()

@@ -243,7 +243,7 @@ def _guess(sample: bytes) -> str | None:
     best = from_bytes(sample[:65536], steps=5, chunk_size=512).best()
     name = known(best.encoding) if best else None
     # East Asian codes have been judged already; half-width kana would make any bytes Japanese.
-    single_byte = name is not None and len(b"\xc1\xc2\xe0".decode(name, "replace")) == 3
+    single_byte = name is not None and len(bytes(range(128, 256)).decode(name, "replace")) == 128
     return name if name and single_byte and _letters_score(sample, name) > 0.5 else None
 
 

@@ -1,4 +1,5 @@
 """Small inputs made by code: archives, PDFs, office documents, compound files."""
+# ruff: noqa: E501 (inputs are written as they stand in files)
 
 import io
 import tarfile

@@ -1,4 +1,5 @@
 """Ignore rules against real git, on random trees and rules."""
+# ruff: noqa: E501 (inputs are written as they stand in files)
 
 import random
 import shutil

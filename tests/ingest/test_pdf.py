@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (inputs are written as they stand in files)
 from pathlib import Path
 
 import pytest

@@ -84,6 +84,11 @@ SPACE = re.compile(r"[ \t\r\n\f]+")
 HIDING = re.compile(
     r"display\s*:\s*none|visibility\s*:\s*hidden|font-size\s*:\s*0(?:px|pt|em)?\s*(?:;|$)", re.IGNORECASE
 )
+# Tags that go where there are too many levels of them: nothing may be lost with the levels.
+NESTING = re.compile(
+    r"</?(?:div|span|font|b|i|u|em|strong|blockquote|center|ul|ol|li|table|tbody|tr|td|p|a|section)\b[^<>]{0,2000}>",
+    re.I,
+)
 DECLARATION = re.compile(r"\A\s*<\?xml[^>]{0,300}\?>")
 
 
@@ -103,9 +108,9 @@ def to_text(content: str) -> tuple[str, bool]:
     if not content.strip():
         return "", False
     try:
-        root = html.document_fromstring(
-            content, parser=html.HTMLParser(huge_tree=True, no_network=True, remove_comments=True)
-        )
+        root, too_deep = _tree(content)
+        if too_deep:
+            root, _ = _tree(NESTING.sub("\n", content))
     except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
         raise ParseError("document_corrupt", f"the HTML can't be read: {error}") from error
     page = _Page()
@@ -115,6 +120,13 @@ def to_text(content: str) -> tuple[str, bool]:
         page.blank_line()
     page.walk(root)
     return page.finish(), page.hidden
+
+
+def _tree(content: str) -> tuple[Any, bool]:
+    """(root, whether libxml2 stopped at its 2,048 levels and dropped the rest)."""
+    parser = html.HTMLParser(huge_tree=True, no_network=True, remove_comments=True)
+    root = html.document_fromstring(content, parser=parser)
+    return root, any("depth" in str(fault.message) for fault in parser.error_log)
 
 
 class _Page:

@@ -22,10 +22,11 @@ HYPHENATING = _words("""
     follow sub single double lump market money work start state in on off out up down by re all
     """)
 COMPOUND_SECONDS = _words("""
-    party parties term terms known based being owned owner owners related time day days year years month months week
-    level wide site house line free up off out down over end ended in performing performance payment payments compete
-    exclusive tax party's parties' sum share stock quarter quarters half third thirds fourth fourths one two three four five six
-    seven eight nine bearing value date dated way sided forma rata defined described established made
+    party parties term terms known based being owned owner owners related time day days year years month months
+    week level wide site house line free up off out down over end ended in performing performance payment payments
+    compete exclusive tax party's parties' sum share stock quarter quarters half third thirds fourth fourths one
+    two three four five six seven eight nine bearing value date dated way sided forma rata defined described
+    established made
     """)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import email
+import email.errors
 import email.policy
 import email.utils
 import re
@@ -188,7 +189,8 @@ def _suffix(kind: str) -> str:
 
 
 def _headers(mail: Mail, name: str) -> list[str]:
-    return [_decode_header(str(value)) for value in mail.get_all(name, [])]
+    # Raw: what is neither ASCII nor encoded would come out replaced otherwise.
+    return [_decode_header(str(value)) for key, value in mail.raw_items() if key.lower() == name.lower()]
 
 
 def _header(mail: Mail, name: str) -> str:
@@ -200,7 +202,7 @@ def _decode_header(value: str) -> str:
     raw = value.encode("utf-8", "surrogateescape")
     if any(b >= 0x80 for b in raw):
         value, _, _ = encodings.decode(raw)
-    with contextlib.suppress(ValueError, LookupError, UnicodeError):
+    with contextlib.suppress(ValueError, LookupError, email.errors.MessageError):
         value = str(make_header(decode_header(value)))
     return re.sub(r"\s+", " ", value.encode("utf-8", "replace").decode()).strip()
 
@@ -208,7 +210,7 @@ def _decode_header(value: str) -> str:
 def _filename(part: Mail) -> str:
     try:
         name = part.get_filename() or ""
-    except (ValueError, LookupError, UnicodeError):
+    except (ValueError, LookupError, email.errors.MessageError):
         name = ""
     return Path(_decode_header(name).replace("\\", "/")).name
 

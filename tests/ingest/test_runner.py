@@ -1,0 +1,192 @@
+"""The child process: its limits, its end, what it leaves behind, and the command in front of it."""
+# ruff: noqa: E501 (inputs are written as they stand in files)
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from service.ingest import IngestError, IngestLimits, IngestOptions, Source, ingest
+from service.ingest.pool import ParserPool
+from tests.ingest.makers import make_pdf, make_zip, text_at
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(path: Path, out: Path, tokenizer_file: Path, **options: object) -> object:
+    return ingest([Source(path, path.name)], out, kind="auto", tokenizer_file=tokenizer_file, **options)  # type: ignore[arg-type]
+
+
+def test_files_appear_at_once_with_progress_and_nothing_is_left(tmp_path: Path, tokenizer_file: Path) -> None:
+    upload, out = tmp_path / "a.zip", tmp_path / "documents" / "d1"
+    upload.write_bytes(make_zip({"a.py": "x = 1\n" * 1000, "b.pdf": make_pdf([text_at(72, 700, "Words")])}))
+    told: list[tuple[float, str]] = []
+    seen: list[bool] = []
+
+    def progress(fraction: float, note: str) -> None:
+        told.append((fraction, note))
+        seen.append(out.exists())
+
+    summary = ingest([Source(upload, "a.zip")], out, kind="repo", tokenizer_file=tokenizer_file, progress=progress)
+    assert sorted(p.name for p in out.iterdir()) == ["document.txt", "manifest.json", "offsets.npy", "tokens.npy"]
+    assert list(out.parent.iterdir()) == [out]
+    assert told == sorted(told, key=lambda t: t[0])
+    assert told
+    assert not any(seen)
+    assert summary.files_included == 2
+    again = ingest([Source(upload, "a.zip")], out, kind="repo", tokenizer_file=tokenizer_file)
+    assert again.stream_hash == summary.stream_hash
+
+
+def test_several_sources_make_one_document(tmp_path: Path, tokenizer_file: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.zip"
+    first.write_text("first\n")
+    second.write_bytes(make_zip({"x/y.txt": "second\n"}))
+    out = tmp_path / "out"
+    ingest([Source(first, "a.txt"), Source(second, "b.zip")], out, kind="auto", tokenizer_file=tokenizer_file)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert [row["path"] for row in manifest["files"]] == ["a.txt", "b.zip!/x/y.txt"]
+    assert manifest["kind"] == "bundle"
+
+
+def test_errors_leave_an_older_document_alone(tmp_path: Path, tokenizer_file: Path) -> None:
+    good, bad, out = tmp_path / "good.txt", tmp_path / "bad.zip", tmp_path / "out"
+    good.write_text("good\n")
+    bad.write_bytes(b"PK\x03\x04" + bytes(100))
+    run(good, out, tokenizer_file)
+    with pytest.raises(IngestError, match="zip"):
+        run(bad, out, tokenizer_file)
+    assert "good" in (out / "document.txt").read_text()
+    with pytest.raises(IngestError) as missing:
+        run(tmp_path / "none", out, tokenizer_file)
+    assert missing.value.code == "not_found"
+
+
+def test_time_and_memory_are_limited_and_the_group_is_killed(tmp_path: Path, tokenizer_file: Path) -> None:
+    upload = tmp_path / "a.zip"
+    upload.write_bytes(make_zip({f"{i}.md": os.urandom(40_000).hex() for i in range(120)}))
+    started = time.monotonic()
+    with pytest.raises(IngestError) as late:
+        run(upload, tmp_path / "out", tokenizer_file, limits=IngestLimits(timeout_s=0.4))
+    assert late.value.code == "ingest_timeout"
+    assert time.monotonic() - started < 20
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_caller_that_raises_in_progress_stops_the_child(tmp_path: Path, tokenizer_file: Path) -> None:
+    upload = tmp_path / "a.txt"
+    upload.write_text("words\n")
+
+    def cancel(fraction: float, note: str) -> None:
+        raise KeyError("cancelled")
+
+    with pytest.raises(KeyError, match="cancelled"):
+        run(upload, tmp_path / "out", tokenizer_file, progress=cancel)
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_works_from_a_thread(tmp_path: Path, tokenizer_file: Path) -> None:
+    upload = tmp_path / "a.txt"
+    upload.write_text("words\n")
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(run(upload, tmp_path / "out", tokenizer_file)))
+    thread.start()
+    thread.join(60)
+    assert len(results) == 1
+
+
+def test_a_parser_that_dies_costs_its_document(tmp_path: Path) -> None:
+    # More text than queue and pipe hold: the parser is in the middle of it when it dies.
+    page = "".join(text_at(72, 760 - 7 * i, f"Line {i} " + "of many words " * 6, size=5) for i in range(100))
+    file = tmp_path / "a.pdf"
+    file.write_bytes(make_pdf([page] * 32))
+    small = tmp_path / "b.pdf"
+    small.write_bytes(make_pdf([text_at(72, 700, "Small")]))
+    pool = ParserPool(1, tmp_path)
+    request = {"name": "a.pdf", "format": "pdf", "scratch": str(tmp_path), "options": {}}
+    try:
+        task = pool.submit({**request, "file": str(file)}, spans=True)
+        messages = iter(task)
+        next(messages)
+        for parser in list(pool._processes):
+            parser._process.kill()
+        with pytest.raises(IngestError) as crash:
+            list(messages)
+        assert crash.value.code == "parser_crashed"
+        texts = [m["text"] for m in pool.submit({**request, "file": str(small)}, spans=True) if "text" in m]
+        assert "Small\n" in texts
+    finally:
+        pool.close()
+
+
+SANDBOXED = """
+import socket, subprocess, sys
+from service.ingest import sandbox
+filtered = sandbox.apply(memory_bytes=1 << 30, cpu_s=60, file_bytes=1 << 20, may_execute=False)
+outcome = []
+for attempt in (lambda: socket.socket(socket.AF_INET), lambda: subprocess.run(["true"]), lambda: bytearray(2 << 30),
+                lambda: open(sys.argv[1], "wb").write(bytes(2 << 20))):
+    try:
+        attempt()
+        outcome.append("done")
+    except (OSError, MemoryError) as error:
+        outcome.append(type(error).__name__)
+print(filtered, outcome)
+"""
+
+
+def test_the_sandbox_has_no_network_no_programs_and_little_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SANDBOXED, str(tmp_path / "big")], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    filtered, _, outcome = done.stdout.strip().partition(" ")
+    if filtered != "True":
+        pytest.skip("this machine has no seccomp filter")
+    # A signal of the file-size limit may end the process before the last one is told.
+    assert outcome in ("['PermissionError', 'PermissionError', 'MemoryError', 'OSError']",), done.stderr
+
+
+def test_the_command_tells_errors_as_its_last_line(tmp_path: Path, tokenizer_file: Path) -> None:
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "foreword.ingest_command", *arguments, "--tokenizer", str(tokenizer_file)],
+            capture_output=True, text=True, cwd=ROOT, check=False,
+        )  # fmt: skip
+
+    empty = tmp_path / "empty.zip"
+    empty.touch()
+    refused = command(str(empty), "--out", str(tmp_path / "out"))
+    assert refused.returncode == 2
+    assert json.loads(refused.stderr.strip().splitlines()[-1])["error"]["code"] == "empty_input"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.py").write_text("x = 1\n")
+    done = command(str(folder), "--out", str(tmp_path / "out"), "--kind", "repo", "--mask-secrets")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["options"]["mask_secrets"] is True
+
+
+def test_importing_it_is_light() -> None:
+    probe = "import sys, foreword.ingest_command, service.ingest.locate; print([m for m in ('torch', 'transformers', 'lxml', 'tokenizers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_options_reach_the_child(tmp_path: Path, tokenizer_file: Path) -> None:
+    upload = tmp_path / "a.zip"
+    upload.write_bytes(make_zip({"a.py": "x = 1\n", "yarn.lock": "LOCK\n"}))
+    out = tmp_path / "out"
+    ingest(
+        [Source(upload, "a.zip")],
+        out,
+        kind="repo",
+        tokenizer_file=tokenizer_file,
+        options=IngestOptions(include_generated=True),
+    )
+    assert "LOCK" in (out / "document.txt").read_text()
