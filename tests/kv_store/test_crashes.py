@@ -134,6 +134,7 @@ def test_published_groups_of_a_killed_writer_are_checked_before_they_count(make_
     again = store.open_writer(links, first=0, owner="job")
     assert again.groups_done() == 1
     assert store.counters.get("checksum_failures") == 1
+    assert not second_group.exists()  # its bytes are not counted any more
     write_layers(again, links, range(2, 5))
     again.commit()
     reader = store.open_reader(links)
