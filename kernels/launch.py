@@ -24,6 +24,12 @@ def shared_memory_bytes(device: torch.device) -> int:
     return capability(device).shared_memory_bytes or _UNKNOWN_SHARED
 
 
+def lacks_fp8(device: torch.device) -> bool:
+    """Whether Triton can't convert float8_e4m3fn there (CUDA below 8.9)."""
+    numbers = capability(device)
+    return numbers.device_type == "cuda" and numbers.compute < (8, 9)
+
+
 def precision(dtype: torch.dtype) -> str:
     """Triton's `input_precision`: full float32 products where the operands are float32."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -59,7 +59,7 @@ def _check(
     dtype: torch.dtype,
     head_dims: Sequence[int],
 ) -> Result:
-    failed = []
+    failed: list[tuple[str, str]] = []
     with dispatch.override(op, "reference"):
         expected = [case(device, dtype, head_dim) for head_dim in head_dims]
     while True:
@@ -170,8 +170,10 @@ def _decode(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     # Quantised by the reference, so that only the decode is on trial.
     with dispatch.override("kv_quant", "reference"):
         (k8, k_scales), (v8, v_scales) = quantise_kv(k), quantise_kv(v)
-    scales = {"k_scales": k_scales.T, "v_scales": v_scales.T}
-    return *plain, *decode_attention(q, pages_view(k8), pages_view(v8), table, lengths, **scales)
+    quantised = decode_attention(
+        q, pages_view(k8), pages_view(v8), table, lengths, k_scales=k_scales.T, v_scales=v_scales.T
+    )
+    return *plain, *quantised
 
 
 def _norm(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import capability
-from kernels.launch import precision, shared_memory_bytes
+from kernels.launch import lacks_fp8, precision, shared_memory_bytes
 
 LOG2_E = 1.4426950408889634
 _PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -152,6 +152,11 @@ def decode_attention(
     acc = torch.empty(batch * kv_heads, splits, rows, block_d, dtype=torch.float32, device=q.device)
     m = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=q.device)
     total = torch.empty_like(m)
+    if k_scales is not None and v_scales is not None and lacks_fp8(q.device):
+        # Below (8, 9) Triton can't convert float8_e4m3fn: the pages are dequantised first, by PyTorch.
+        k_pages = (k_pages.to(torch.float32) * k_scales[..., None, None]).to(q.dtype)
+        v_pages = (v_pages.to(torch.float32) * v_scales[..., None, None]).to(q.dtype)
+        k_scales = v_scales = None
     page_bytes = page * block_d * k_pages.element_size()
     if stages is None:
         most = 2 if k_scales is not None else 3

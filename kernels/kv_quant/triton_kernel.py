@@ -4,9 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dispatch import Capability
 from kernels.kv_quant.reference import FP8_MAX, SCALE_TOKENS
 
 _FP8_MAX = tl.constexpr(FP8_MAX)
+
+
+def unsupported(numbers: Capability) -> str | None:
+    if numbers.device_type == "cuda" and numbers.compute < (8, 9):
+        return f"compute capability {numbers.compute}, float8_e4m3fn needs (8, 9)"
+    return None
 
 
 @triton.jit

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import lacks_fp8
+from kernels.rms_norm import reference
 from kernels.row_scale import store_fp8_row
 
 
@@ -37,6 +39,8 @@ def rms_norm(
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if lacks_fp8(x.device):
+        return reference.rms_norm_fp8(x, weight, eps, residual)
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     row_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     return out, row_scale, _launch(x, weight, eps, residual, out, row_scale)

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import lacks_fp8
 from kernels.row_scale import store_fp8_row
+from kernels.swiglu import reference
 
 
 @triton.jit
@@ -32,6 +34,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if lacks_fp8(gate_up.device):
+        return reference.swiglu_fp8(gate_up)
     inter = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], inter, dtype=torch.float8_e4m3fn, device=gate_up.device)
     row_scale = torch.empty(*gate_up.shape[:-1], 1, dtype=torch.float32, device=gate_up.device)

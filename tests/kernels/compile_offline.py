@@ -10,10 +10,14 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from kernels.block_lse import gluon_kernel as block_lse_gluon
 from kernels.block_lse.triton_kernel import block_lse_kernel
 from kernels.block_scores.triton_kernel import fold_masses_kernel
 from kernels.block_selection.triton_kernel import fill_kernel, needed_kernel
+from kernels.block_sparse_attention import gluon_kernel as block_sparse_attention_gluon
 from kernels.block_sparse_attention.triton_kernel import block_sparse_attention_kernel
 from kernels.decode_attention.triton_kernel import merge_kernel, split_kernel
 from kernels.kv_quant.triton_kernel import dequantise_kernel, quantise_kernel
@@ -120,16 +124,41 @@ def cases(arch: int) -> Iterator[Case]:
         yield "dequantise_kv", dequantise_kernel, kv, tile_of_kv, {"num_warps": 8}
 
 
+def hopper_cases() -> Iterator[Case]:
+    """The same of the Gluon kernels, which exist for sm_90 alone."""
+    for head_dim, key_block in ((64, 64), (64, 128), (128, 64), (128, 128)):
+        layout = gl.NVMMASharedLayout.get_default_for([1, key_block, head_dim], gl.bfloat16)
+        tiles = f"tensordesc<bf16[1, {key_block}, {head_dim}],{layout!r}>"
+        shape = {"GROUP": 4, "KEY_BLOCK": key_block, "HEAD_DIM": head_dim, "ROWS": 128, "num_warps": 4}
+        yield (
+            f"gluon_block_sparse_attention-d{head_dim}-k{key_block}",
+            block_sparse_attention_gluon.block_sparse_attention_kernel,
+            {"q_ptr": "*bf16", "k_desc": tiles, "v_desc": tiles, "out_ptr": "*bf16", "lse_ptr": "*fp32",
+             "offsets_ptr": "*i64", "blocks_ptr": "*i32"},
+            {**shape, "LIST_HEADS": 8, "LISTS_PER_KV": 1, "ROW_BLOCK": 128, "TILES": 4, "PING_PONG": False,
+             "STAGES": 128 * 1024 // (4 * key_block * head_dim)},
+            {"num_warps": 4},
+        )  # fmt: skip
+        yield (
+            f"gluon_block_lse-d{head_dim}-k{key_block}",
+            block_lse_gluon.block_lse_kernel,
+            {"q_ptr": "*bf16", "k_desc": tiles, "rows_ptr": "*i32", "out_ptr": "*fp32"},
+            {**shape, "PER_HEAD": 2, "STAGES": 4, "CHUNK": 64},
+            {"num_warps": 4},
+        )  # fmt: skip
+
+
 def compiled_shared_bytes(case: Case, arch: int) -> int:
-    _, kernel, pointers, constants, options = case
+    name, kernel, pointers, constants, options = case
+    make_source = GluonASTSource if name.startswith("gluon") else ASTSource
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "fp32" if name in ("eps", "qk_scale") else "i32")
         for name in kernel.arg_names
     }
     at = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
     # What a launch with dense tensors of these head sizes finds: without it nothing is loaded asynchronously.
-    aligned = [name for name in signature if name in pointers or name.startswith("stride_")]
-    source = ASTSource(
+    aligned = [name for name in signature if name.endswith("_ptr") or name.startswith("stride_")]
+    source = make_source(
         kernel,
         signature,
         {at[name]: value for name, value in constants.items()},
@@ -141,7 +170,7 @@ def compiled_shared_bytes(case: Case, arch: int) -> int:
 def main() -> None:
     arch = int(sys.argv[1])
     only = sys.argv[2:]
-    for case in cases(arch):
+    for case in (*cases(arch), *(hopper_cases() if arch == 90 else ())):
         if not only or case[0] in only:
             print(f"{case[0]}\t{compiled_shared_bytes(case, arch)}", flush=True)
 
