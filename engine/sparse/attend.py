@@ -1,8 +1,9 @@
-"""One segment's attention under a policy: choose blocks, attend to them, measure the recall, widen what fell short.
+"""One segment's attention under a policy: choose blocks, measure the recall, widen what falls short, attend.
 
 Everything here is decided from this segment and its past; a generator's `yield` is where the scheduler may step in.
 """
 
+import math
 from collections.abc import Generator, Iterator
 
 import torch
@@ -14,10 +15,15 @@ from engine.sparse.report import AttentionReport, causal_pairs
 from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask
 from kernels.block_lists import BlockLists, lists_from_mask, mask_from_lists
+from kernels.block_lse import block_lse
 from kernels.block_scores import block_scores
 from kernels.block_selection import select_blocks
 from kernels.block_sparse_attention import block_sparse_attention
-from kernels.sampled_lse import sampled_lse
+
+# The guard aims at missing this share of what may be missed, and is content between it and a little less.
+_AIM = 0.97
+_CLOSE = 0.1
+_LEAST = 0.05
 
 
 def attend(task: SegmentTask, settings: SparseSettings, report: AttentionReport) -> Iterator[None]:
@@ -48,18 +54,15 @@ class _SparseSegment:
     def run(self) -> Iterator[None]:
         task, settings = self._task, self._settings
         masses = yield from self._score()
-        mask = self._choose(masses)
+        fresh = self._fresh_masses()
+        yield
+        mask, recall = self._settle(masses, fresh)
         yield
         if int(mask.sum()) > settings.dense_share * int(self._causal.sum()) * self._list_heads:
             yield from attend_dense(task)
             self._report.add_dense(task.layer, task.kv_heads, task.start, task.rows)
             return
-        lse = torch.full(task.q.shape[:2], float("-inf"))
-        yield from self._attend(mask, lse)
-        recall = self._recall(mask)
-        yield
-        if settings.policy == "adaptive":
-            mask, recall = yield from self._widen(masses, mask, recall, lse)
+        yield from self._attend(mask)
         self._record(mask, recall)
 
     def _score(self) -> Generator[None, None, torch.Tensor]:
@@ -101,56 +104,71 @@ class _SparseSegment:
         )
         return mask_from_lists(lists, self._key_blocks)
 
-    def _attend(self, mask: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
-        """Attend to the blocks of `mask` and merge with what `task.out` and `lse` [rows, heads] already hold."""
-        task, block = self._task, self._settings.row_block
-        for first, last in task.pieces(block):
-            part = mask[first // block : -(-last // block)]
-            if not bool(part.any()):
-                continue
-            rows = slice(first, last)
-            out, new = block_sparse_attention(
-                task.q[rows], task.k, task.v, self._lists(part), row_offset=task.start + first
-            )
-            if bool((lse[rows] > float("-inf")).any()):
-                both = torch.logaddexp(lse[rows], new)
-                weight, new_weight = (lse[rows] - both).exp()[..., None], (new - both).exp()[..., None]
-                out = (task.out[rows] * weight + out * new_weight).to(out.dtype)
-                new = both
-            task.out[rows], lse[rows] = out, new
-            yield
-
-    def _recall(self, mask: torch.Tensor) -> torch.Tensor:
-        """Mean share of the softmax mass kept, over the guard's rows: [kv_heads]."""
+    def _fresh_masses(self) -> torch.Tensor:
+        """Softmax masses of the guard's rows, [kv_heads, group * guard_rows, key_blocks]; no part in the order."""
         task = self._task
-        lse_all, lse_kept = sampled_lse(task.q, task.k, self._guard, self._lists(mask), row_offset=task.start)
-        return (lse_kept - lse_all).exp().view(task.kv_heads, -1).mean(1)
+        lse = block_lse(
+            task.q,
+            task.k,
+            self._guard.view(task.kv_heads, -1),
+            per_head=self._guard.shape[1],
+            key_block=self._settings.key_block,
+            row_offset=task.start,
+            scale=task.q.shape[2] ** -0.5,
+        )
+        return (lse - torch.logsumexp(lse * math.log(2), 1, keepdim=True) / math.log(2)).exp2_().transpose(1, 2)
 
-    def _widen(
-        self, masses: torch.Tensor, mask: torch.Tensor, recall: torch.Tensor, lse: torch.Tensor
-    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
-        """Add blocks to the groups below target until the guard is content or the budget is used up."""
+    def _recall(self, mask: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """Mean share of the softmax mass kept, exp(LSE kept − LSE all), over the guard's rows: [kv_heads]."""
+        heads = self._guard.shape[0]
+        list_head = torch.arange(heads)[:, None] // (heads // self._list_heads)
+        kept = mask[self._guard.long() // self._settings.row_block, list_head].view(*fresh.shape)
+        return (fresh * kept).sum(-1).mean(1)
+
+    def _settle(self, masses: torch.Tensor, fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block mask and each group's recall [kv_heads] by the guard's rows.
+
+        What the choice is told to keep is corrected by what the guard finds kept, `corrections` times at most: a group
+        below target is widened, one clearly above it is narrowed. Each group keeps its smallest choice that reached the
+        target, or the one that came closest.
+        """
         settings = self._settings
-        target = torch.full_like(recall, settings.target)
-        for _ in range(settings.widenings):
-            short = recall < settings.target
-            if not bool(short.any()):
-                return mask, recall
-            # What is missed scales with what the choice was told to miss; ask for a little more than that.
-            miss = 0.85 * (1 - target) * (1 - settings.target) / (1 - recall)
-            target = torch.where(short, 1 - miss, target)
-            added = self._choose(masses, target) & short[:, None] & ~mask
-            yield from self._attend(added, lse)
-            mask = mask | added
-            recall = self._recall(mask)
-            yield
-        short = recall < settings.target
+        mask = self._choose(masses)
+        recall = self._recall(mask, fresh)
+        if settings.policy != "adaptive":
+            return mask, recall
+        told, got, goal = torch.full_like(recall, settings.target), recall, settings.target
+        for _ in range(settings.corrections):
+            if bool(((recall >= goal) & (recall <= goal + _CLOSE * (1 - goal))).all()):
+                break
+            # What is missed scales with what the choice was told to miss; aim a little above the target.
+            miss = (1 - told) * _AIM * (1 - goal) / (1 - got).clamp(min=1e-6)
+            told = (1 - miss).clamp(_LEAST, 1.0)
+            other = self._choose(masses, told)
+            got = self._recall(other, fresh)
+            smaller = other.sum((0, 2)) < mask.sum((0, 2))
+            better = torch.where(recall >= goal, (got >= goal) & smaller, got > recall)
+            mask = torch.where(better[:, None], other, mask)
+            recall = torch.where(better, got, recall)
+        short = recall < goal
         if settings.dense_below_target and bool(short.any()):
             seen = torch.arange(self._key_blocks) < self._causal[:, None]
-            added = seen[:, None] & short[:, None] & ~mask
-            yield from self._attend(added, lse)
-            mask, recall = mask | added, recall.masked_fill(short, 1.0)
+            mask = mask | (seen[:, None] & short[:, None])
+            recall = recall.masked_fill(short, 1.0)
         return mask, recall
+
+    def _attend(self, mask: torch.Tensor) -> Iterator[None]:
+        task, block = self._task, self._settings.row_block
+        for first, last in task.pieces(block):
+            block_sparse_attention(
+                task.q[first:last],
+                task.k,
+                task.v,
+                self._lists(mask[first // block : -(-last // block)]),
+                row_offset=task.start + first,
+                out=task.out[first:last],
+            )
+            yield
 
     def _record(self, mask: torch.Tensor, recall: torch.Tensor) -> None:
         task, settings, report = self._task, self._settings, self._report

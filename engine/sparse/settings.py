@@ -10,7 +10,7 @@ Policy = Literal["dense", "a_shape", "vertical_slash", "block_sparse", "adaptive
 POLICIES: tuple[Policy, ...] = ("dense", "a_shape", "vertical_slash", "block_sparse", "adaptive")
 
 # Raised whenever the choice of blocks changes for equal settings.
-POLICY_VERSION = 2
+POLICY_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SparseSettings:
     guard_rows: int = 64  # of each segment and head, fresh, for the measured recall
     sink_blocks: int = 1
     local_blocks: int = 4
-    widenings: int = 2
+    corrections: int = 3  # the budget: how often the guard may enlarge or narrow the choice
     dense_share: float = 0.85  # a segment whose choice keeps more than this share is cheaper dense
     # The fixed policies; a head config replaces them head by head.
     a_shape_sink: int = 128

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.block_lists import BlockLists, mask_from_lists
-from kernels.block_scores.cpu import block_lse
+from kernels.block_lse.cpu import natural_block_lse
 
 
 def sampled_lse(
@@ -17,7 +17,7 @@ def sampled_lse(
     rows = rows.long()
     sampled = q[rows, torch.arange(heads)[:, None]].view(kv_heads, -1, q.shape[2])
     positions = rows.view(kv_heads, -1) + row_offset
-    lse = block_lse(sampled, k, positions, lists.key_block, scale).view(heads, samples, -1)
+    lse = natural_block_lse(sampled, k, positions, lists.key_block, scale).view(heads, samples, -1)
     kept = mask_from_lists(lists, lse.shape[-1])
     list_head = torch.arange(heads)[:, None] // (heads // lists.list_heads)
     kept_lse = lse.masked_fill(~kept[rows // lists.row_block, list_head], float("-inf"))

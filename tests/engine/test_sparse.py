@@ -90,8 +90,9 @@ def test_adaptive_reaches_its_target_by_its_own_count() -> None:
 def true_recall(work: SegmentTask, target: float) -> float:
     """exp(LSE kept − LSE all) over all rows, the lists found again with the same seed."""
     segment = _SparseSegment(work, replace(SPARSE, target=target), AttentionReport())
+    mask, _ = segment._settle(last(segment._score()), segment._fresh_masses())
     segment._guard = torch.arange(ROWS, dtype=torch.int32).expand(HEADS, -1).contiguous()
-    return float(segment._recall(segment._choose(last(segment._score()))).mean())
+    return float(segment._recall(mask, segment._fresh_masses()).mean())
 
 
 def last(steps: Generator[None, None, T] | Iterator[None]) -> T:
@@ -106,10 +107,10 @@ def last(steps: Generator[None, None, T] | Iterator[None]) -> T:
 def test_diffuse_heads_widen_and_strict_goes_dense() -> None:
     # One sampled row tells little about rows that all look elsewhere: the first choice falls short.
     work = task(scattered=6.0)
-    once = replace(SPARSE, sampled_rows=1, widenings=0, dense_share=1.0)
+    once = replace(SPARSE, sampled_rows=1, corrections=0, dense_share=1.0)
     short = run(work, once)
     assert short.below_target
-    widened = run(task(scattered=6.0), replace(once, widenings=4))
+    widened = run(task(scattered=6.0), replace(once, corrections=4))
     assert widened.density > short.density
     assert min(widened.recalls) > min(short.recalls)
     work = task(scattered=6.0)
@@ -117,24 +118,6 @@ def test_diffuse_heads_widen_and_strict_goes_dense() -> None:
     assert not strict.below_target
     assert dense_error(work) < 1e-5
     assert strict.density == pytest.approx(1.0)
-
-
-def test_widening_gives_what_the_wider_lists_would_have_given() -> None:
-    """Added blocks are merged by their log-sum-exps, not computed again."""
-    work = task(scattered=3.0)
-    settings = replace(SPARSE, sampled_rows=1, dense_share=1.0, widenings=0, target=0.5)
-    segment = _SparseSegment(work, settings, AttentionReport())
-    masses = last(segment._score())
-    narrow, wide = segment._choose(masses), segment._choose(masses, torch.full((KV_HEADS,), 0.9))
-    assert int(wide.sum()) > int((narrow & wide).sum()) > 0
-    lse = torch.full((ROWS, HEADS), float("-inf"))
-    last(segment._attend(wide, lse))
-    expected, expected_lse = work.out.clone(), lse.clone()
-    lse.fill_(float("-inf"))
-    last(segment._attend(wide & narrow, lse))
-    last(segment._attend(wide & ~narrow, lse))
-    torch.testing.assert_close(lse, expected_lse)
-    torch.testing.assert_close(work.out, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_needle_is_found_by_the_sampled_rows() -> None:
