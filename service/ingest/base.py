@@ -52,7 +52,7 @@ class IngestLimits:
     max_unpacked_bytes: int = 4096 * MIB
     max_nesting: int = 8  # archives and mails inside one another
     max_document_bytes: int = 512 * MIB  # one file that a parser is given
-    max_xml_bytes: int = 64 * MIB  # one XML part of an office file, unpacked
+    max_xml_bytes: int = 48 * MIB  # one XML part of an office file, unpacked
     workers: int = 0  # parser processes and tokeniser threads; 0: one a core, at most 8
 
 

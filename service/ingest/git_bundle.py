@@ -137,7 +137,9 @@ class Repository:
             "LC_ALL": "C",
         }
         folder.mkdir()
-        self._run("init", "--bare", "--quiet", "--template=", f"--object-format={object_format}")
+        # The flag is newer than git's default format; without it older versions read what they can.
+        wanted = [] if object_format == "sha1" else [f"--object-format={object_format}"]
+        self._run("init", "--bare", "--quiet", "--template=", *wanted)
 
     def _command(self, *arguments: str) -> list[str]:
         return [self.git, *CONFIG, *arguments]

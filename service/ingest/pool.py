@@ -12,9 +12,9 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,15 @@ MAX_WAITING_MESSAGES = 256
 DOCUMENT_TIMEOUT_S = 180.0  # of one document, or one span of a PDF; OCR not counted
 
 
-@dataclass
+@dataclass(order=True)
 class _Part:
-    request: Message
-    task: "ParseTask"
-    messages: "queue.Queue[Message]" = field(default_factory=lambda: queue.Queue(MAX_WAITING_MESSAGES))
+    """A span of a document. Ordered as the reader wants them: a parser that is free always takes the earliest, so the
+    part that is waited for can't be stuck behind later ones whose queues are full."""
+
+    place: tuple[int, int]  # of its document, of its first page
+    request: Message = field(compare=False)
+    task: "ParseTask" = field(compare=False)
+    messages: "queue.Queue[Message]" = field(default_factory=lambda: queue.Queue(MAX_WAITING_MESSAGES), compare=False)
 
 
 class ParseTask:
@@ -70,7 +74,8 @@ class ParserPool:
 
     def __init__(self, workers: int, scratch: Path) -> None:
         self._workers, self._scratch = workers, scratch
-        self._jobs: deque[_Part] = deque()
+        self._jobs: list[_Part] = []  # a heap
+        self._submitted = 0
         self._ready = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._processes: set[_Parser] = set()
@@ -81,9 +86,10 @@ class ParserPool:
         task = ParseTask()
         if spans:
             request = {**request, "first_page": 1, "last_page": PAGES_PER_SPAN}
-        task.parts.append(_Part(request, task))
         with self._ready:
-            self._jobs.append(task.parts[0])
+            self._submitted += 1
+            task.parts.append(_Part((self._submitted, 1), request, task))
+            heappush(self._jobs, task.parts[0])
             if len(self._threads) < self._workers:
                 thread = threading.Thread(target=self._serve, name=f"parser-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
@@ -107,7 +113,7 @@ class ParserPool:
                     self._ready.wait()
                 if self._closed:
                     return
-                part = self._jobs.popleft()
+                part = heappop(self._jobs)
             if part.task.abandoned:
                 continue
             if parser is None or not parser.alive():
@@ -135,13 +141,17 @@ class ParserPool:
 
     def _queue_spans(self, first: _Part, num_pages: int) -> None:
         parts = [
-            _Part({**first.request, "first_page": at, "last_page": at + PAGES_PER_SPAN - 1}, first.task)
+            _Part(
+                (first.place[0], at),
+                {**first.request, "first_page": at, "last_page": at + PAGES_PER_SPAN - 1},
+                first.task,
+            )
             for at in range(1 + PAGES_PER_SPAN, num_pages + 1, PAGES_PER_SPAN)
         ]
         first.task.parts += parts
         with self._ready:
-            # In front of later documents: whoever reads this one waits for these.
-            self._jobs.extendleft(reversed(parts))
+            for part in parts:
+                heappush(self._jobs, part)
             self._ready.notify_all()
 
 

@@ -16,7 +16,7 @@ from service.ingest.text import is_binary, read_text, survey
 
 Message = dict[str, Any]
 HEAD_BYTES = 8192
-WHOLE_TEXT_BYTES = 32 * 1024 * 1024  # longer texts are never held whole: no pages, no transcript, just lines
+WHOLE_TEXT_BYTES = 8 * 1024 * 1024  # longer texts are never held whole: no pages, no transcript, just lines
 
 
 class RunningLines:

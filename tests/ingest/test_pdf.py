@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from service.ingest import IngestOptions
+from service.ingest import IngestLimits, IngestOptions
 from service.ingest.parsers.hyphens import Hyphenation
 from tests.ingest.conftest import Document, Read, error_of
 from tests.ingest.makers import make_pdf, make_zip, text_at
@@ -48,6 +48,17 @@ def test_many_pages_keep_their_order_over_spans(read: Read) -> None:
     document = read(make_pdf([text_at(72, 700, f"Number {i} here") for i in range(1, 81)]), name="a.pdf", kind="doc")
     assert all(f"Number {i} here" in document.page("a.pdf", i) for i in range(1, 81))
     assert [p["page"] for p in document.row("a.pdf")["pages"]] == list(range(1, 81))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_documents_of_several_spans_side_by_side(read: Read, workers: int) -> None:
+    """Each span says more than its queue holds: whoever waits for one must not wait for ever."""
+    pages = [lines(*(f"Line {i} of page {n}" for i in range(50)), step=13) for n in range(1, 71)]
+    files = {f"{number}.pdf": make_pdf([*pages, text_at(72, 700, f"End {number}")]) for number in range(5)}
+    document = read(make_zip(files), kind="bundle", limits=IngestLimits(workers=workers))
+    for name in files:
+        assert [p["page"] for p in document.row(name)["pages"]] == list(range(1, 72))
+        assert "Line 49 of page 70" in document.page(name, 70)
 
 
 def test_columns_are_read_one_after_the_other_though_drawn_by_rows(read: Read) -> None:
