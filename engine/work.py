@@ -7,8 +7,8 @@ from engine.spec import ModelSpec
 
 # Share of the causal matrix that `adaptive` keeps by target on the default model's text (loadtests/engine_cpu.py);
 # the choice of blocks and the guard come on top.
-_DENSITY = {0.90: 0.25, 0.95: 0.36, 0.99: 0.65}
-_CHOICE_SHARE = 0.10
+_DENSITY = {0.90: 0.32, 0.95: 0.45, 0.99: 0.75}
+_CHOICE_SHARE = 0.12
 
 
 @dataclass(frozen=True)
