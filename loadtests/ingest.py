@@ -227,7 +227,13 @@ class Bench:
 
 
 def _record(
-    name: str, value: float, unit: str, better: Literal["lower", "higher"], samples: Sequence[float], flags: str, **details: Any
+    name: str,
+    value: float,
+    unit: str,
+    better: Literal["lower", "higher"],
+    samples: Sequence[float],
+    flags: str,
+    **details: Any,
 ) -> None:
     print(f"{name}: {value:.4g} {unit} {details or ''}")
     rounded = [round(sample, 4) for sample in samples]

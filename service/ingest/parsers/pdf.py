@@ -55,11 +55,15 @@ def parse(request: Request) -> Iterator[Message]:
     for page in pages:
         yield {"page": page.number, "label": page.label, "mark": "page"}
         yield from page.messages
+        body: list[str] = []
         for line, content, edge in zip(page.lines, hyphenation.join(page.lines), page.edges, strict=True):
             if edge and request.options.get("header_once", True):
+                yield from text("".join(body))
+                body = []
                 yield {"text": content + "\n", "edge": edge}
             elif content or not line:
-                yield {"text": content + "\n"}
+                body.append(content + "\n")
+        yield from text("".join(body))
         for extra in page.extra:
             yield from text(extra + "\n")
 
