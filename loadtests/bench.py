@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = (
     ("-m", "loadtests.ingest"),
+    ("-m", "loadtests.kv_store"),
     ("-m", "loadtests.engine_cpu"),
     ("tools/readme_tables.py",),
 )

@@ -16,7 +16,7 @@ from service.stages.context import KVHolders
 
 
 class KVAdministration(KVHolders, KVChores, Protocol):
-    """What stages and chores need of the KV store (engine.kv_store.KVCatalog)."""
+    """What stages and chores need of the KV store (engine.kv_store.LocalKVStore)."""
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,4 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         threads=settings.threads,
     )
     (store,) = stores
-    return EngineParts(engine, store.catalog, model, folder / "tokenizer.json", report, store.close)
+    return EngineParts(engine, store, model, folder / "tokenizer.json", report, store.close)

@@ -135,6 +135,9 @@ class LocalKVStore:
         self._report_host()
         return freed
 
+    def discard(self, owner: str) -> int:
+        return self.catalog.discard(owner)
+
     def sweep(self) -> int:
         """The catalog's chores; also forgets host memory of segments that are gone. Returns bytes freed on disk."""
         freed = self.catalog.sweep()
