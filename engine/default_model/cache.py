@@ -11,7 +11,7 @@ from engine.default_model.gguf_source import find_gguf
 from engine.default_model.tokenizer import write_tokenizer_files
 
 # The number goes up whenever what is written changes.
-NAME = "smollm2-135m-instruct-foreword-1"
+NAME = "smollm2-135m-instruct-foreword-2"
 
 
 def tokenizer_folder(cache_dir: Path) -> Path:
