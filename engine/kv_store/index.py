@@ -25,6 +25,7 @@ from engine.kv_store.sessions import is_alive
 
 log = logging.getLogger("foreword.kv_store")
 
+BUSY_TIMEOUT_S = 60.0
 SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE sessions (id TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -199,9 +200,9 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
-        db.execute("PRAGMA journal_mode = WAL")
+        _use_wal(db)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("BEGIN IMMEDIATE")
         version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -216,3 +217,17 @@ def _connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """SQLite does not wait for its lock to change the journal's mode: two processes that open a new folder would not
+    both succeed."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

@@ -1,12 +1,15 @@
 """Two real processes at work on one folder at the same time."""
 
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from engine.kv_store import LocalKVStore
+from engine.kv_store.index import Index
 from tests.contracts.kv_store_contract import full_bytes
 from tests.kv_store.kv_data import assert_right, chain
 
@@ -79,3 +82,13 @@ def test_two_processes_write_the_same_key(store: LocalKVStore, folder: Path) -> 
         for process in children:
             process.kill()
             process.communicate()
+
+
+def test_opening_waits_while_another_makes_the_index(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite3"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    threading.Timer(0.3, other.rollback).start()
+    with Index(path, tmp_path / "sessions").transaction() as db:
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    other.close()
