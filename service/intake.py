@@ -32,7 +32,7 @@ async def take_upload(services: Services, request: Request, tenant: str, *, sing
     started = time.time()
     key = request.headers.get("idempotency-key")
     file_id = derived_id(tenant, key) if key else new_id()
-    if key and (known := await to_thread.run_sync(find_file, services, tenant, file_id)):
+    if key and (known := await to_thread.run_sync(_find_or_clear, services, tenant, file_id)):
         return known
     try:
         async with services.uploads.open(file_id, tenant) as upload:
@@ -86,7 +86,8 @@ async def keep(
         status="uploaded" if ingested else "processed",
         status_details=None,
         error=None,
-        ingest_job=f"ingest-{upload.id}" if ingested else None,
+        # Of a handle's own: an id that a key or the bytes give comes again, long before the queue forgets its job.
+        ingest_job=f"ingest-{upload.id}-{secrets.token_hex(4)}" if ingested else None,
         document_id=None,
     )
     payload: IngestPayload = {
@@ -120,7 +121,7 @@ async def take_inline(services: Services, request: Request, tenant: str, filenam
     The same bytes under the same name are the same handle, so a conversation that repeats them uploads once.
     """
     file_id = derived_id(tenant, "inline", filename, data)
-    known = await to_thread.run_sync(find_file, services, tenant, file_id)
+    known = await to_thread.run_sync(_find_or_clear, services, tenant, file_id)
     if known is not None and known.status != "error":
         expiry = {"expires_at": time.time() + INLINE_LIFETIME_S}
         await to_thread.run_sync(services.documents.update_file, known.id, expiry)
@@ -145,6 +146,19 @@ def find_file(services: Services, tenant: str, file_id: str) -> FileRecord | Non
     return None if has_expired(record) else record
 
 
+def _find_or_clear(services: Services, tenant: str, file_id: str) -> FileRecord | None:
+    """As `find_file`; an expired handle that still waits for its removal makes way for a new one of its id."""
+    try:
+        record = services.documents.file(tenant, file_id)
+        if not has_expired(record):
+            return record
+        services.documents.delete_file(tenant, file_id)
+    except UnknownRecord:
+        return None
+    services.uploads.remove(file_id)
+    return None
+
+
 def has_expired(record: FileRecord) -> bool:
     """Its time is over, whether or not it has been removed yet."""
     return record.expires_at is not None and record.expires_at <= time.time()
@@ -165,7 +179,7 @@ def read_options(fields: dict[str, str], *, purpose_needed: bool) -> UploadOptio
     if extra is not None:
         try:
             values |= json.loads(extra)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidRequest("options: a JSON object is expected", param="options") from error
     anchor, seconds = (values.pop(name, None) for name in _EXPIRY_FIELDS)
     nested = values.pop("expires_after", None)

@@ -195,6 +195,22 @@ def test_inline_file(client: OpenAI, server: Server, prefix: str) -> None:
     assert client.files.list(limit=1).data[0].id == newest.id
 
 
+@pytest.mark.parametrize("gone", ["deleted", "expired"])
+def test_inline_file_comes_again_after_its_handle_has_gone(client: OpenAI, server: Server, gone: str) -> None:
+    """The queue still knows the job of the first time."""
+    data = base64.b64encode(f"inline {gone}".encode()).decode()
+    inline = {"type": "file", "file": {"filename": "again.txt", "file_data": data}}
+    assert ask(client, inline, text("Q")).choices[0].message.content == ANSWER
+    first = client.files.list(limit=1).data[0]
+    if gone == "deleted":
+        client.files.delete(first.id)
+    else:
+        server.documents.update_file(first.id, {"expires_at": time.time() - 1})
+    assert ask(client, inline, text("Q")).choices[0].message.content == ANSWER
+    again = client.files.list(limit=1).data[0]
+    assert (again.filename, client.files.content(again.id).read()) == ("again.txt", f"inline {gone}".encode())
+
+
 def test_waiting_stream_gets_comments_then_the_answer(client: OpenAI, server: Server) -> None:
     server.worker.prefill_gate.clear()
     file_id = upload(client, "slow document", wait=False)

@@ -178,6 +178,10 @@ def test_same_idempotency_key_is_the_same_file(client: OpenAI, server: Server) -
     again = client.files.create(file=("a.txt", b"one"), purpose="user_data", extra_headers=headers)
     other = client.files.create(file=("a.txt", b"one"), purpose="user_data", extra_headers={"Idempotency-Key": "k2"})
     assert first.id == again.id != other.id
+    client.files.wait_for_processing(first.id, poll_interval=0.02)
+    client.files.delete(first.id)
+    new = client.files.create(file=("a.txt", b"two"), purpose="user_data", extra_headers=headers)
+    assert client.files.wait_for_processing(new.id, poll_interval=0.02).status == "processed"
 
 
 def test_too_large_by_length_and_by_bytes(tmp_path: Path) -> None:
