@@ -31,17 +31,8 @@ def read_conversation(messages: Sequence[ChatMessage]) -> Conversation:
                 reference = part.file
                 files.setdefault((reference.file_id, reference.filename, reference.file_data), reference)
         role = "system" if message.role == "developer" else message.role
-        spoken.append(Message(role, _checked("\n".join(texts))))
+        spoken.append(Message(role, "\n".join(texts)))
     return Conversation(spoken, list(files.values()))
-
-
-def _checked(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no text. Raises InvalidRequest."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"a message is not valid Unicode: {error.reason}", param="messages") from error
-    return text
 
 
 def decode_inline(reference: FileReference) -> tuple[str, bytes]:

@@ -1,6 +1,7 @@
 """What routes are handed: the server's objects, and what one request says about itself."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from service.settings import Settings
 from service.uploads import UploadStore
 
 MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
+_SURROGATE = re.compile(r"\\u[dD]")
 
 
 class KVDescriptions(Protocol):
@@ -75,11 +77,22 @@ async def get_json(request: Request) -> dict[str, Any]:
     if kind != "application/json":
         raise UnsupportedMediaType(f"application/json is expected, got {kind or 'no content type'!r}")
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        data = load_json(body.decode())
+    except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise InvalidRequest(f"a JSON object is expected, got {type(data).__name__}", code="invalid_json")
+    return data
+
+
+def load_json(text: str) -> Any:
+    """Raises ValueError for what is no JSON, nests too deep, or spells half of a surrogate pair, which is no text."""
+    try:
+        data = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(data, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it nests too deep") from error
     return data
 
 

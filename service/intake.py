@@ -1,6 +1,5 @@
 """From an upload to a file record and its ingest job: both durable, together, before the caller hears of it."""
 
-import json
 import secrets
 import time
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from blake3 import blake3
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from service.dependencies import Services
+from service.dependencies import Services, load_json
 from service.documents.base import FileRecord, UnknownRecord
 from service.errors import Conflict, InvalidRequest, NotFound, from_validation
 from service.payloads import IngestPayload
@@ -178,8 +177,8 @@ def read_options(fields: dict[str, str], *, purpose_needed: bool) -> UploadOptio
     extra = values.pop("options", None)
     if extra is not None:
         try:
-            values |= json.loads(extra)
-        except (ValueError, TypeError, RecursionError) as error:
+            values |= load_json(extra)
+        except (ValueError, TypeError) as error:
             raise InvalidRequest("options: a JSON object is expected", param="options") from error
     anchor, seconds = (values.pop(name, None) for name in _EXPIRY_FIELDS)
     nested = values.pop("expires_after", None)

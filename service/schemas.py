@@ -11,6 +11,8 @@ Kind = Literal["auto", "repo", "bundle", "doc"]
 Purpose = Literal["user_data", "assistants", "batch"]
 MAX_EXPIRY_S = 2_592_000
 Expiry = Annotated[int, Field(ge=1, le=MAX_EXPIRY_S)]
+# A hundred years; infinity, which JSON can't say back, is more.
+Lifetime = Annotated[float, Field(gt=0, le=3_155_760_000)]
 
 # Options of the OpenAI API whose named values ask for nothing that we would not do anyway.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -87,7 +89,7 @@ class StreamOptions(_Body):
 class Sampling(_Body):
     temperature: float = Field(default=0.0, ge=0, le=2)  # about documents, the likeliest answer is wanted
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     repetition_penalty: float = Field(default=1.0, gt=0, le=4)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -169,7 +171,7 @@ class UploadOptions(_Body):
     fidelity: Fidelity = "default"
     base: str | None = None
     pin: bool = False
-    kv_ttl_s: float | None = Field(default=None, gt=0)
+    kv_ttl_s: Lifetime | None = None
     expires_after_s: Expiry | None = None
 
 
@@ -177,7 +179,7 @@ class DocumentPatch(_Body):
     """What may change later; a field that is left out stays."""
 
     pin: bool | None = None
-    kv_ttl_s: float | None = Field(default=None, gt=0)
+    kv_ttl_s: Lifetime | None = None
     expires_after_s: Expiry | None = None
     filename: str | None = Field(default=None, min_length=1, max_length=255)
 

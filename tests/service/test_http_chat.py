@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -397,11 +398,19 @@ def test_options_that_ask_for_nothing_special_are_taken(client: OpenAI) -> None:
     assert completion.choices[0].finish_reason == "stop"
 
 
-def test_half_a_surrogate_pair_is_refused(server: Server) -> None:
-    body = b'{"model": "default", "messages": [{"role": "user", "content": "\\ud800"}]}'
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "default", "messages": [{"role": "user", "content": "\ud800"}]},
+        {"model": "\udfff", "messages": [{"role": "user", "content": "Q"}]},
+        {"model": "default", "messages": [{"role": "user", "content": [part("file-\ud800")]}]},
+        {"model": "default", "messages": [{"role": "user", "content": "Q"}], "stop": "\ud800"},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(server: Server, body: dict[str, Any]) -> None:
     headers = {"content-type": "application/json"}
-    answer = server.http.post("/v1/chat/completions", content=body, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    answer = server.http.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_patch_sets_pin_lifetime_and_expiry(client: OpenAI, server: Server, http
     assert (cleared["kv_ttl_s"], cleared["expires_at"]) == (None, None)
     renamed = http.patch(f"/v1/documents/{file_id}", json={"filename": "../new\nname.txt"}).json()
     assert renamed["filename"] == "newname.txt"
-    for wrong in ({"kv_ttl_s": -1}, {"colour": "red"}, {"pin": "maybe"}):
+    for wrong in ({"kv_ttl_s": -1}, {"kv_ttl_s": 1e300}, {"colour": "red"}, {"pin": "maybe"}):
         answer = http.patch(f"/v1/documents/{file_id}", json=wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(wrong)))
 

@@ -81,6 +81,9 @@ def test_extra_fields_and_expiry(client: OpenAI, server: Server) -> None:
         ({"purpose": "user_data", "priority": "high"}, "priority"),
         ({"purpose": "user_data", "base": "file-none"}, "base"),
         ({"purpose": "user_data", "colour": "red"}, "colour"),
+        ({"purpose": "user_data", "kv_ttl_s": "inf"}, "kv_ttl_s"),
+        ({"purpose": "user_data", "options": '{"base": "\\ud800"}'}, "options"),
+        ({"purpose": "user_data", "options": "[" * 60_000}, "options"),
         (
             {"purpose": "user_data", "expires_after[anchor]": "now", "expires_after[seconds]": "60"},
             "expires_after[anchor]",
