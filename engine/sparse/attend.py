@@ -49,6 +49,9 @@ class _SparseSegment:
         row_blocks = -(-task.rows // settings.row_block)
         ends = ((torch.arange(row_blocks) + 1) * settings.row_block).clamp(max=task.rows) + task.start
         self._causal = -(-ends // settings.key_block)  # key blocks that a row block sees
+        self._rows = ends - torch.cat(
+            (torch.tensor([task.start]), ends[:-1])
+        )  # of each row block; the last may be short
         self._key_blocks = int(self._causal[-1])
 
     def run(self) -> Iterator[None]:
@@ -175,9 +178,12 @@ class _SparseSegment:
         per_group = self._list_heads // task.kv_heads
         # Every block counts whole but for the diagonal's, of which a causal half is computed.
         total = causal_pairs(task.start, task.rows)
-        left_out = (self._causal.sum() - mask.sum((0, 2))).view(task.kv_heads, per_group).float().mean(1)
+        left_out = ((self._causal[:, None] - mask.sum(2)) * self._rows[:, None]).sum(
+            0
+        )  # row-block pairs of a list head
+        left_out = left_out.view(task.kv_heads, per_group).double().mean(1)
         for group in range(task.kv_heads):
-            report.add_pairs(total - float(left_out[group]) * settings.row_block * settings.key_block, total)
+            report.add_pairs(total - float(left_out[group]) * settings.key_block, total)
             union = mask[:, group * per_group : (group + 1) * per_group].any(1)
             pattern = classify(union, self._causal, key_block=settings.key_block)
             report.vote(task.layer, group, pattern, int(union.sum()))

@@ -203,6 +203,19 @@ def test_reports_add_up_and_survive_json() -> None:
     assert again.density == pytest.approx((2 * causal_pairs(0, 4096) + 25) / (2 * causal_pairs(0, 4096) + 100))
 
 
+def test_the_density_of_a_short_last_segment_counts_its_own_rows() -> None:
+    whole = task()
+    rows = 260  # one row block and four rows
+    short = SegmentTask(0, START, whole.q[:rows], whole.k[:, : START + rows], whole.v[:, : START + rows], whole.out, 7)
+    report = AttentionReport()
+    for _ in attend(short, replace(SPARSE, policy="a_shape", a_shape_local=512), report):
+        pass
+    end = START + torch.arange(rows)
+    first_kept = torch.where(torch.arange(rows) < 256, START + 256 - 512, START + 320 - 512)
+    kept = 128 + (end + 1 - first_kept)
+    assert report.density == pytest.approx(float(kept.sum()) / causal_pairs(START, rows), rel=1e-6)
+
+
 def head_config(path: Path, layers: int = 1, heads: int = HEADS) -> Path:
     kinds = [["vertical_and_slash", 128, 1024, 0.9], ["stream_llm", 64, 1024, 0.9], ["block_sparse", 16, 0, 0.9]]
     path.write_text(json.dumps([{str(head): kinds[head % 3] for head in range(heads)} for _ in range(layers)]))
