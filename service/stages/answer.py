@@ -154,6 +154,8 @@ class AnswerJob:
             holder = prefill_id(documents[0], self._fidelity)
             policy = kv_policy(self._context.documents, documents[0], self._fidelity)
             ttl_s, pinned = policy.ttl_s, policy.pinned
+            if self._record() is None:  # no handle has this fidelity: the KV is the document's all the same
+                self._context.documents.share_holder(holder, documents)
         else:
             holder, ttl_s, pinned = shared_holder(documents, self._fidelity), None, False
             self._context.documents.share_holder(holder, documents)

@@ -104,7 +104,7 @@ class Bench:
         payload: AnswerPayload = {
             "documents": [f"doc-{name}" for name in names],
             "question": self.parts.model.prompts.tokenizer.encode(question).tolist(),
-            "fidelity": "default",
+            "fidelity": job.pop("fidelity", "default"),
             "sampling": vars(sampling),
             "received_at": time.time(),
             "waited": waited,

@@ -107,6 +107,19 @@ def test_two_documents_have_a_holder_that_goes_with_either(bench: Bench) -> None
     assert holder in garbage
 
 
+def test_kv_of_a_fidelity_that_no_handle_has_is_kept_with_the_document(bench: Bench) -> None:
+    bench.add_document("a", "text", prefill=False)
+    garbage: list[str] = []
+    with bench.working():
+        job = bench.ended(bench.ask("a", fidelity="strict"))
+    assert job.state == "succeeded"
+    bench.documents.collect(lambda piece: garbage.append(piece.name))
+    assert "doc-a:strict" not in garbage
+    bench.documents.delete_file("t", "file-a")
+    bench.documents.collect(lambda piece: garbage.append(piece.name))
+    assert "doc-a:strict" in garbage
+
+
 def test_who_waited_for_the_upload_is_not_observed_twice(bench: Bench) -> None:
     bench.add_document("a", "text")
     with bench.working():
