@@ -100,7 +100,11 @@ class LocalEngine:
             return DenseAnswer(self._model, request, None, self._decode, lambda: None)
         chain = self.chain(request.prefix, request.salt, request.fidelity)
         prefix = self._share(chain)
-        return DenseAnswer(self._model, request, prefix, self._decode, lambda: self._unshare(chain[-1].key, prefix))
+        try:
+            return DenseAnswer(self._model, request, prefix, self._decode, lambda: self._unshare(chain[-1].key, prefix))
+        except BaseException:
+            self._unshare(chain[-1].key, prefix)
+            raise
 
     def chain(self, tokens: TokenIds, salt: bytes, fidelity: Fidelity) -> list[Segment]:
         """The keyed segments under which the KV of `tokens` is stored."""
@@ -109,7 +113,7 @@ class LocalEngine:
     def _share(self, chain: list[Segment]) -> PrefixKV:
         key = chain[-1].key
         prefix = self._prefixes.get(key)
-        if prefix is None:
+        if prefix is None or prefix.lost:
             stored = self.store.match(chain)
             if stored < len(chain):
                 raise KVMissing(f"KV of {stored} of {len(chain)} segments is stored: prefill the prefix first")
@@ -121,7 +125,8 @@ class LocalEngine:
         prefix.holders -= 1
         if prefix.holders == 0:
             prefix.close()
-            del self._prefixes[key]
+            if self._prefixes.get(key) is prefix:
+                del self._prefixes[key]
 
 
 def open_engine(

@@ -30,6 +30,7 @@ class PrefixKV:
         self._layers: list[torch.Tensor] = []
         self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
         self.holders = 0
+        self.lost = False  # a block was gone or corrupt: of no use to further answers
 
     @property
     def tier(self) -> CacheState:
@@ -44,7 +45,11 @@ class PrefixKV:
         while len(self._layers) <= index:
             spec = self._model.spec
             kv = torch.empty(2, spec.kv_heads, self.num_tokens, spec.head_dim, dtype=self._model.dtype)
-            load_segments(kv, self._chain, self._reader.read_layer(len(self._layers)))
+            try:
+                load_segments(kv, self._chain, self._reader.read_layer(len(self._layers)))
+            except BaseException:
+                self.lost = True
+                raise
             self._layers.append(kv)
             if self.loaded:
                 self._tier = "warm_disk" if self._reader.tier == "disk" else "warm_host"

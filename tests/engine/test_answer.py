@@ -112,13 +112,41 @@ def test_a_prefix_beyond_free_memory_is_refused_with_both_numbers(
     assert warm._prefixes == {}
 
 
-def test_corrupt_kv_is_never_served(warm: LocalEngine, tmp_path: Path) -> None:
-    expected = tokens_of(warm.start_answer(ask()))
-    for file in (tmp_path / "kv").rglob("*"):
+def test_an_answer_that_cannot_start_lets_go_of_the_prefix(warm: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("engine.answer.Sampler", no_memory)
+    with pytest.raises(RuntimeError, match="allocate"):
+        warm.start_answer(ask())
+    assert warm._prefixes == {}
+    assert warm.store.release("document") > 0  # nothing leases it
+
+
+def corrupt(folder: Path) -> None:
+    for file in folder.rglob("*"):
         if file.is_file() and file.stat().st_size > 1 << 20 and b"SQLite" not in file.read_bytes()[:16]:
             data = bytearray(file.read_bytes())
             data[-5000] ^= 1
             file.write_bytes(data)
+
+
+def test_lost_kv_is_not_shared_with_later_answers(warm: LocalEngine, tmp_path: Path) -> None:
+    expected = tokens_of(warm.start_answer(ask()))
+    first, second = warm.start_answer(ask()), warm.start_answer(ask())
+    corrupt(tmp_path / "kv")
+    with pytest.raises(KVMissing):
+        first.step()
+    run(warm.start_prefill(prefill_request(PREFIX, owner="again")))
+    assert tokens_of(warm.start_answer(ask())) == expected  # while the second still holds what was lost
+    with pytest.raises(KVMissing):
+        second.step()
+    assert warm._prefixes == {}
+
+
+def test_corrupt_kv_is_never_served(warm: LocalEngine, tmp_path: Path) -> None:
+    expected = tokens_of(warm.start_answer(ask()))
+    corrupt(tmp_path / "kv")
     with pytest.raises(KVMissing):
         tokens_of(warm.start_answer(ask()))
     result = run(warm.start_prefill(prefill_request(PREFIX, owner="again"))).result
