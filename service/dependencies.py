@@ -13,6 +13,7 @@ from starlette.requests import Request
 from engine.kv_store import VerifyReport
 from service.documents.base import Documents
 from service.errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from service.kv_policy import KeepsPolicies
 from service.metrics import Metrics
 from service.middleware import principal_of
 from service.queue.base import Queue
@@ -24,7 +25,7 @@ MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
 _SURROGATE = re.compile(r"\\u[dD]")
 
 
-class KVDescriptions(Protocol):
+class KVDescriptions(KeepsPolicies, Protocol):
     """What the API process needs of the KV store: nothing that reads KV to compute with it."""
 
     def describe(self, holder: str) -> Mapping[str, int]: ...
@@ -32,8 +33,6 @@ class KVDescriptions(Protocol):
     def usage(self) -> Mapping[str, int]: ...
 
     def verify(self, holder: str | None = None) -> VerifyReport: ...
-
-    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from service.documents.base import UnknownRecord
 from service.documents.sqlite import Garbage, SqliteDocuments
+from service.kv_policy import KeepsPolicies, delete_handle
 from service.metrics import Metrics
 from service.queue.base import FINAL_STATES, Queue, UnknownJob
 from service.stages.context import StageContext
@@ -18,7 +19,7 @@ SLOW_TICKS = 5  # chores that needn't be done each second
 JOBS_KEPT_S = 24 * 3600.0
 
 
-class KVChores(Protocol):
+class KVChores(KeepsPolicies, Protocol):
     """engine.kv_store.KVCatalog."""
 
     def release(self, holder: str) -> int: ...
@@ -51,7 +52,7 @@ class Housekeeper:
         """Delete the handles whose time is over; with a document's last one the document goes."""
         for file in self._documents.expired_files(self._clock()):
             try:
-                self._documents.delete_file(file.tenant, file.id)
+                delete_handle(self._documents, self._kv, file.tenant, file.id)
             except UnknownRecord:
                 continue  # its owner was faster
             log.info("file %s expired", file.id)
@@ -59,8 +60,10 @@ class Housekeeper:
     def sweep_orphans(self) -> int:
         """Remove folders of ingests that never came to a document. Returns how many."""
         root = self._data_dir / "documents"
+        ended = [folder for folder in root.glob("*") if not self._is_running(folder)]
+        # Asked last: what another worker has finished meanwhile is named by now.
         named = {Path(folder).parts[1] for folder in self._documents.folders()}
-        orphans = [folder for folder in root.glob("*") if folder.name not in named and not self._is_running(folder)]
+        orphans = [folder for folder in ended if folder.name not in named]
         for folder in orphans:
             shutil.rmtree(folder, ignore_errors=True)
         if orphans:

@@ -16,6 +16,7 @@ from service.errors import NotFound, NotReady
 from service.exchange import respond
 from service.ingest.locate import MAX_QUOTE_CHARS
 from service.intake import find_file, take_upload
+from service.kv_policy import apply_kv_policy, delete_handle
 from service.progress import document_events, parse_event_id
 from service.schemas import DocumentPatch, SummaryRequest
 from service.sse import EventStream
@@ -89,21 +90,8 @@ def update_document(any_id: str, body: JsonDep, services: ServicesDep, tenant: T
         services.documents.update_file(file.id, changes)
         file = replace(file, **changes)
     if file.document_id is not None and {"pinned", "kv_ttl_s"} & changes.keys():
-        _apply_policy(services, file)
+        apply_kv_policy(services.documents, services.kv_store, file.document_id, file.fidelity)
     return document_view(services, file)
-
-
-def _apply_policy(services: Services, changed: FileRecord) -> None:
-    """KV lives as its longest-living handle wants: pinned if any is, without a limit if any has none."""
-    handles = [
-        handle
-        for handle in services.documents.handles(changed.document_id or "")
-        if handle.fidelity == changed.fidelity
-    ]
-    lifetimes = [handle.kv_ttl_s for handle in handles]
-    ttl_s = None if None in lifetimes else max((seconds for seconds in lifetimes if seconds is not None), default=None)
-    pinned = any(handle.pinned for handle in handles)
-    services.kv_store.set_policy(prefill_id(changed), ttl_s=ttl_s, pinned=pinned)
 
 
 @router.delete("/{any_id}")
@@ -114,7 +102,7 @@ def delete_document(any_id: str, services: ServicesDep, tenant: TenantDep) -> di
     if any_id.startswith("doc-"):
         doomed = [handle.id for handle in services.documents.handles(any_id) if handle.tenant == tenant]
     for file_id in doomed:
-        services.documents.delete_file(tenant, file_id)
+        delete_handle(services.documents, services.kv_store, tenant, file_id)
         services.uploads.remove(file_id)
     return {"id": any_id, "object": "document", "deleted": True}
 

@@ -11,6 +11,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from service.dependencies import ServicesDep, TenantDep
 from service.errors import NotFound
 from service.intake import find_file, get_file, take_upload
+from service.kv_policy import delete_handle
 from service.uploads import zip_stream
 from service.views import file_view, page
 
@@ -47,7 +48,7 @@ def retrieve_file(file_id: str, services: ServicesDep, tenant: TenantDep) -> dic
 def delete_file(file_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
     if find_file(services, tenant, file_id) is None:
         raise NotFound(f"No such File object: {file_id}", param="id", code="file_not_found")
-    services.documents.delete_file(tenant, file_id)
+    delete_handle(services.documents, services.kv_store, tenant, file_id)
     services.uploads.remove(file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 

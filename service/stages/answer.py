@@ -16,9 +16,10 @@ from engine.interfaces import (
     SamplingParams,
 )
 from service.documents.base import PrefillRecord, UnknownRecord
+from service.kv_policy import kv_policy
 from service.payloads import AnswerPayload, AnswerResult
 from service.queue.base import NO_EFFECTS, Effects, Job, RecordChange
-from service.stages.context import StageContext, kv_policy
+from service.stages.context import StageContext
 from service.stages.prefill import prefill_fields, prefill_id, report_progress
 
 log = logging.getLogger(__name__)

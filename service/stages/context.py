@@ -10,6 +10,7 @@ import numpy as np
 from engine.chain import TokenIds
 from engine.interfaces import Engine
 from service.documents.base import DocumentRecord, Documents, UnknownRecord
+from service.kv_policy import KeepsPolicies
 from service.leases import LeaseKeeper
 from service.metrics import Metrics
 from service.prompt import PromptFormat
@@ -18,10 +19,8 @@ from service.salt import tenant_salt
 from service.settings import Settings
 
 
-class KVHolders(Protocol):
-    """How long whose KV is kept (engine.kv_store.KVCatalog); `discard` drops what an unfinished prefill left."""
-
-    def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None: ...
+class KVHolders(KeepsPolicies, Protocol):
+    """Whose KV is kept (engine.kv_store.KVCatalog); `discard` drops what an unfinished prefill left."""
 
     def discard(self, owner: str) -> int: ...
 
@@ -58,19 +57,3 @@ class StageContext:
 
     def manifest(self, document: DocumentRecord) -> Path:
         return self.settings.data_dir / document.folder / "manifest.json"
-
-
-@dataclass(frozen=True)
-class KVPolicy:
-    """How long and how firmly a document's KV is kept: by the most demanding of its handles."""
-
-    ttl_s: float | None
-    pinned: bool
-
-
-def kv_policy(documents: Documents, document_id: str, fidelity: str) -> KVPolicy:
-    handles = [handle for handle in documents.handles(document_id) if handle.fidelity == fidelity]
-    lives = [handle.kv_ttl_s for handle in handles]
-    finite = [life for life in lives if life is not None]
-    unlimited = not lives or len(finite) < len(lives)
-    return KVPolicy(None if unlimited else max(finite), any(handle.pinned for handle in handles))

@@ -13,10 +13,11 @@ from blake3 import blake3
 from engine.errors import InvalidRequest
 from service.documents.base import FileRecord, UnknownRecord
 from service.ingest.base import IngestLimits, IngestSummary, Kind, Source
+from service.kv_policy import apply_kv_policy
 from service.logs import log_fields
 from service.payloads import IngestPayload, PrefillPayload
 from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
-from service.stages.context import StageContext, kv_policy
+from service.stages.context import StageContext
 from service.stages.failures import failure_of
 from service.stages.prefill import prefill_id
 
@@ -168,8 +169,7 @@ class IngestJob:
             raise
         if context.documents.document(document_id).folder != str(folder):
             shutil.rmtree(path.parent, ignore_errors=True)  # this content was known already
-        policy = kv_policy(context.documents, document_id, file.fidelity)
-        context.kv.set_policy(prefill_id(document_id, file.fidelity), ttl_s=policy.ttl_s, pinned=policy.pinned)
+        apply_kv_policy(context.documents, context.kv, document_id, file.fidelity)
         context.metrics.stage_seconds.labels("ingest").observe(summary.seconds)
         log.info("ingested %d bytes into %d tokens in %.2f s", summary.input_bytes, summary.num_tokens, summary.seconds)
 

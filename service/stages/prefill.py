@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from engine.interfaces import Fidelity, Prefill, PrefillRequest, PrefillResult
+from service.kv_policy import apply_kv_policy, kv_policy
 from service.payloads import PrefillPayload
 from service.queue.base import Effects, Job, LeaseLost, QueueUnavailable, RecordChange
-from service.stages.context import StageContext, kv_policy
+from service.stages.context import StageContext
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +143,7 @@ class PrefillJob:
         state = "partial" if result.cached_tokens else "cold"
         context.metrics.time_to_first_token.labels(context.model_id, state).observe(ttft_s)
         # A handle may have come, or its policy changed, while this ran.
-        policy = kv_policy(context.documents, self._payload["document_id"], self._payload["fidelity"])
-        context.kv.set_policy(request.holder, ttl_s=policy.ttl_s, pinned=policy.pinned)
+        apply_kv_policy(context.documents, context.kv, self._payload["document_id"], self._payload["fidelity"])
 
 
 def prefill_id(document_id: str, fidelity: str) -> str:

@@ -175,6 +175,18 @@ def test_handle_goes_alone_while_another_refers(client: OpenAI, http: httpx.Clie
     assert len([name for name in server.worker.prefilled if name.startswith(_document_id(http, second))]) == 1
 
 
+@pytest.mark.parametrize("path", ["files", "documents"])
+def test_pin_goes_with_the_handle_that_asked_for_it(
+    client: OpenAI, http: httpx.Client, server: Server, path: str
+) -> None:
+    first, second = upload(client, f"pinned {path}"), upload(client, f"pinned {path}")
+    http.patch(f"/v1/documents/{first}", json={"pin": True})
+    holder = f"{_document_id(http, second)}:default"
+    assert server.kv.policies[holder] == (None, True)
+    http.delete(f"/v1/{path}/{first}")
+    assert server.kv.policies[holder] == (None, False)
+
+
 def _document_id(http: httpx.Client, file_id: str) -> str:
     return str(http.get(f"/v1/documents/{file_id}").json()["document_id"])
 
