@@ -56,7 +56,6 @@ class LayerMajorPrefill:
         self._model, self._store, self._chain, self._request = model, store, chain, request
         self._settings, self._resume_folder, self._checkpoint_s, self._work = settings, resume, checkpoint_s, work
         self._started = time.monotonic()
-        self._busy_s = 0.0
         self._attempts = 0
         self._result: PrefillResult | None = None
         self._over = False
@@ -144,11 +143,10 @@ class LayerMajorPrefill:
         self._reader: KVReader | None = None
         self._writer: KVWriter | None = None
         self._resume: ResumeFile | None = None
-        first = self._store.match(self._chain)
-        self._state = PrefillState(self._model, self._chain, first)
+        self._busy_s = 0.0
         try:
-            if first:
-                self._reader = self._store.open_reader(self._chain[:first])
+            first, self._reader = self._lease_stored()
+            self._state = PrefillState(self._model, self._chain, first)
             if first < len(self._chain):
                 self._writer = self._store.open_writer(self._chain, first=first, owner=self._request.owner)
                 self._find_resume_point(self._writer)
@@ -159,6 +157,16 @@ class LayerMajorPrefill:
         layer_s = self._work.layer_s(state.first_row, state.end, self._settings, segment=SEGMENT_TOKENS)
         state.total_s, state.done_s = layer_s * num_layers, layer_s * state.first_layer
         self._steps = self._run()
+
+    def _lease_stored(self) -> tuple[int, KVReader | None]:
+        """How many leading segments are stored, with the lease. They may be evicted between the two calls."""
+        for _ in range(_READ_ATTEMPTS):
+            first = self._store.match(self._chain)
+            try:
+                return first, self._store.open_reader(self._chain[:first]) if first else None
+            except KVMissing:
+                log.info("stored KV was evicted before it could be leased")
+        return 0, None
 
     def _find_resume_point(self, writer: KVWriter) -> None:
         state = self._state

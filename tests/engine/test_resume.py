@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import OpenEngine, prefill_request, random_tokens, run, stored_kv
 
+from engine.chain import Segment
 from engine.resume import ResumeFile, ResumeFolder
 
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -122,4 +123,40 @@ def test_layers_recomputed_are_counted(llama_folder: Path, engine_on: OpenEngine
     prefill._resume.note_progress(2)  # as if two layers had been computed and no point was due
     prefill.suspend()
     result = run(engine_on(llama_folder).start_prefill(prefill_request(tokens))).result
-    assert (result.resumed_from_layer, result.layers_recomputed) == (0, 0)
+    assert (result.resumed_from_layer, result.layers_recomputed) == (0, 0)  # nothing to go on from: not a resume
+
+
+def test_layers_behind_the_resume_point_count_as_recomputed(
+    llama_folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.prefill.STEP_S", 0.0)
+    tokens = random_tokens(500)
+    prefill = engine_on(llama_folder, checkpoint_s=0.0).start_prefill(prefill_request(tokens))
+    while prefill.progress < 0.5:
+        assert prefill.step()
+    assert prefill._resume is not None
+    prefill._resume.note_progress(3)  # as if two more layers had been computed before the kill
+    prefill.suspend()
+    result = run(engine_on(llama_folder).start_prefill(prefill_request(tokens))).result
+    assert (result.resumed_from_layer, result.layers_recomputed) == (1, 2)
+
+
+def test_what_is_evicted_before_it_is_leased_is_computed(
+    llama_folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(llama_folder)
+    tokens = random_tokens(500)
+    run(engine.start_prefill(prefill_request(tokens)))
+    expected = stored_kv(engine, tokens)
+    store, match = engine.store, engine.store.match
+
+    def match_and_lose(chain: list[Segment]) -> int:
+        found = match(chain)
+        store.release("document")
+        return found
+
+    monkeypatch.setattr(store, "match", match_and_lose)
+    result = run(engine.start_prefill(prefill_request(tokens, owner="again"))).result
+    monkeypatch.undo()
+    assert result.cached_tokens == 0
+    assert stored_kv(engine, tokens) == expected
