@@ -13,7 +13,7 @@ from anyio import to_thread
 from engine.interfaces import SamplingParams
 from service.dependencies import Services
 from service.documents.base import UnknownRecord
-from service.errors import ContextLengthExceeded, InternalError, InvalidRequest, StorageExhausted
+from service.errors import ContextLengthExceeded, InternalError, InvalidRequest, NotFound, StorageExhausted
 from service.intake import derived_id
 from service.payloads import ANSWER_PRIORITY, AnswerPayload
 from service.prompt import Message
@@ -200,6 +200,8 @@ def _finish(services: Services, job_id: str, event: Event, sent: str, ttft_s: fl
     code, message = error.get("code", "answer_failed"), error.get("message", f"the answer was {event.data['state']}")
     if code == "context_length_exceeded":
         raise InvalidRequest(message, code=code, param="messages")
+    if code == "document_deleted":
+        raise NotFound(message, code=code, param="messages")
     if code == "storage_full":
         raise StorageExhausted(message)
     raise InternalError(message, code=code)

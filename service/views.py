@@ -94,7 +94,12 @@ def document_view(services: Services, file: FileRecord) -> dict[str, Any]:
 
 
 def _document(services: Services, file: FileRecord) -> DocumentRecord | None:
-    return services.documents.document(file.document_id) if file.document_id is not None else None
+    if file.document_id is None:
+        return None
+    try:
+        return services.documents.document(file.document_id)
+    except UnknownRecord:  # deleted between two looks: that must not spoil a whole list
+        return None
 
 
 def _prefill(services: Services, file: FileRecord) -> PrefillRecord | None:

@@ -46,7 +46,8 @@ def look(services: Services, tenant: str, file_ids: Sequence[str]) -> list[Ready
     """The documents behind these handles, each once, or the job that the first unready one waits for.
 
     Only the first document's own prefill is waited for: the KV of those behind it depends on what stands before them.
-    Raises NotFound, InvalidRequest (a file that is only stored), DocumentFailed.
+    Raises NotFound, InvalidRequest (a file that is only stored), DocumentFailed (also where the model has changed to
+    one that reads other tokens).
     """
     ready: list[ReadyFile] = []
     for file_id in file_ids:
@@ -68,7 +69,14 @@ def look(services: Services, tenant: str, file_ids: Sequence[str]) -> list[Ready
             if (job_id := prefill_job(services, file)) is not None:
                 return Unready(job_id, "prefill")
         if all(other.document.id != file.document_id for other in ready):
-            ready.append(ReadyFile(file, services.documents.document(file.document_id)))
+            document = services.documents.document(file.document_id)
+            if document.tokenizer_digest != services.model.prompts.tokenizer.digest:
+                raise DocumentFailed(
+                    f"{file.id} ({file.filename}) was read with another model's tokenizer: upload it again",
+                    code="tokenizer_changed",
+                    param="messages",
+                )
+            ready.append(ReadyFile(file, document))
     return ready
 
 

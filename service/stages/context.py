@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.chain import TokenIds
+from engine.errors import InvalidRequest
 from engine.interfaces import Engine
 from service.documents.base import DocumentRecord, Documents, UnknownRecord
 from service.kv_policy import KeepsPolicies
@@ -17,6 +18,12 @@ from service.prompt import PromptFormat
 from service.queue.base import Queue
 from service.salt import tenant_salt
 from service.settings import Settings
+
+
+class TokenizerChanged(InvalidRequest):
+    """The document's token ids mean nothing to the model that is served now."""
+
+    code = "tokenizer_changed"
 
 
 class KVHolders(KeepsPolicies, Protocol):
@@ -48,11 +55,16 @@ class StageContext:
         return tokens
 
     def prefix(self, tenant: str, document_ids: list[str]) -> TokenIds:
-        """The cacheable prefix over these documents of `tenant`. Raises UnknownRecord, OSError, ValueError."""
+        """The cacheable prefix over these documents of `tenant`.
+
+        Raises UnknownRecord, TokenizerChanged, OSError, ValueError.
+        """
         documents = [self.documents.document(document_id) for document_id in document_ids]
         for document in documents:
             if document.tenant != tenant:
                 raise UnknownRecord(f"no document {document.id!r}")
+            if document.tokenizer_digest != self.prompts.tokenizer.digest:
+                raise TokenizerChanged(f"{document.id} was read with another model's tokenizer: upload it again")
         return self.prompts.document_prefix([self.document_tokens(document) for document in documents])
 
     def manifest(self, document: DocumentRecord) -> Path:

@@ -79,7 +79,7 @@ class Bench:
                 "tenant": tenant,
                 "content_hash": name,
                 "stream_hash": name,
-                "tokenizer_digest": "d",
+                "tokenizer_digest": self.parts.model.prompts.tokenizer.digest,
                 "num_tokens": len(tokens),
                 "folder": folder,
                 "created_at": time.time(),

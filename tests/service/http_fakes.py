@@ -116,7 +116,7 @@ class FakeWorker(threading.Thread):
             "tenant": job.tenant,
             "content_hash": "c",
             "stream_hash": "s",
-            "tokenizer_digest": "t",
+            "tokenizer_digest": server.model.prompts.tokenizer.digest,
             "num_tokens": len(tokens),
             "folder": f"documents/{document_id}",
             "created_at": time.time(),

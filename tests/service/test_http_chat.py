@@ -288,6 +288,16 @@ def test_failed_file(client: OpenAI) -> None:
     assert "it is damaged" in error.value.message
 
 
+def test_file_that_another_models_tokenizer_read(client: OpenAI, server: Server) -> None:
+    file_id = upload(client, "read by another model")
+    document_id = server.documents.file("local", file_id).document_id
+    with server.database.write(durable=False) as connection:
+        connection.execute("UPDATE documents SET tokenizer_digest = 'other' WHERE id = ?", (document_id,))
+    with pytest.raises(UnprocessableEntityError) as error:
+        ask(client, part(file_id), text("Q"))
+    assert error.value.code == "tokenizer_changed"
+
+
 def test_file_deleted_while_the_stream_waits(client: OpenAI, server: Server) -> None:
     server.worker.prefill_gate.clear()
     file_id = upload(client, "a document to delete", wait=False)
@@ -414,7 +424,8 @@ def test_half_a_surrogate_pair_is_refused(server: Server, body: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("internal_error", 500), ("storage_full", 507), ("context_length_exceeded", 400)]
+    ("code", "status"),
+    [("internal_error", 500), ("storage_full", 507), ("context_length_exceeded", 400), ("document_deleted", 404)],
 )
 def test_answer_that_fails(client: OpenAI, server: Server, code: str, status: int) -> None:
     server.worker.answer_error = {"code": code, "message": "it went wrong"}

@@ -358,6 +358,16 @@ def test_permanent_errors_are_not_tried_again(bench: Bench) -> None:
     assert long.error["code"] == "context_length_exceeded"
 
 
+def test_prefill_of_tokens_that_another_tokenizer_made_is_refused(bench: Bench) -> None:
+    bench.add_document("a", "text")
+    with bench.database.write(durable=False) as connection:
+        connection.execute("UPDATE documents SET tokenizer_digest = 'other'")
+    with bench.working():
+        job = bench.ended("job-a")
+    assert job.error is not None
+    assert (job.state, job.error["code"]) == ("failed", "tokenizer_changed")
+
+
 def test_kv_that_always_vanishes_ends_the_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.add_document("a", "text", prefill=False)
     monkeypatch.setattr(bench.engine, "cached_tokens", lambda tokens, salt, fidelity: 0)
