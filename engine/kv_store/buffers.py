@@ -18,8 +18,9 @@ def plain_memory(size_bytes: int) -> Bytes:
 class BufferPool:
     """Hands out writable byte arrays; the memory of one comes back when its last view is gone.
 
-    Fresh memory costs a page fault every 4 KiB, more than reading from the page cache does. `allocate` may give other
-    memory, such as pinned memory.
+    Fresh memory costs a page fault every 4 KiB, more than reading from the page cache does. Where the idle memory is
+    full, a buffer pushes out smaller ones: the ends of documents, each of its own size, must not fill it. `allocate`
+    may give other memory, such as pinned memory.
     """
 
     def __init__(self, max_idle_bytes: int, allocate: Callable[[int], Bytes] = plain_memory) -> None:
@@ -43,6 +44,16 @@ class BufferPool:
     def _give_back(self, memory: Bytes) -> None:
         # Runs inside the garbage collector, in any thread: no locks here. The count may drift by a race of two
         # threads, which costs a buffer more or less, nothing else.
-        if self._idle_bytes + memory.nbytes <= self._max_idle_bytes:
-            self._idle_bytes += memory.nbytes
-            self._idle[memory.nbytes].append(memory)
+        if memory.nbytes > self._max_idle_bytes:
+            return
+        while self._idle_bytes + memory.nbytes > self._max_idle_bytes:
+            smaller = next((idle for size, idle in list(self._idle.items()) if size < memory.nbytes and idle), None)
+            if smaller is None:
+                return
+            try:
+                dropped = smaller.popleft()
+            except IndexError:  # another thread took it
+                continue
+            self._idle_bytes -= dropped.nbytes
+        self._idle_bytes += memory.nbytes
+        self._idle[memory.nbytes].append(memory)

@@ -81,6 +81,24 @@ def test_idle_buffers_are_bounded() -> None:
     assert len(made) == 8  # two of the first five were kept
 
 
+def test_small_idle_buffers_make_way_for_large_ones() -> None:
+    made: list[int] = []
+
+    def allocate(size_bytes: int) -> np.ndarray:
+        made.append(size_bytes)
+        return plain_memory(size_bytes)
+
+    pool = BufferPool(1000, allocate)
+    for size in range(100, 200):  # the ends of many documents
+        pool.take(size)
+    for _ in range(3):
+        pool.take(900)
+    assert made == [*range(100, 200), 900]
+    pool.take(150)  # and never the other way round
+    pool.take(900)
+    assert made[101:] == [150]
+
+
 def block(value: int, size: int = 100) -> memoryview:
     return memoryview(bytes([value]) * size)
 
