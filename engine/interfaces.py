@@ -120,7 +120,11 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class RecallReport:
-    """The fidelity guard's verdict over (segment, KV-head group) cells; softmax mass kept, 0–1."""
+    """The fidelity guard's verdict: softmax mass kept, 0–1, over (layer, segment, KV-head group) cells left sparse.
+
+    The sampled rows that settle how much a cell keeps are also those that measure it: `mean` is unbiased in practice,
+    `p5`, `worst` and `below_target` leave out the error of the estimate (engine.sparse.attend).
+    """
 
     target: float
     mean: float
