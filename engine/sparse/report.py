@@ -17,15 +17,16 @@ class AttentionReport:
     all_pairs: float = 0.0
     recalls: list[float] = field(default_factory=list)  # one a (layer, segment, KV-head group) that stayed sparse
     below_target: bool = False
-    # "layer:group" → pattern → kept blocks of the segments where the group looked like it
+    # "layer:group" → pattern → kept blocks of the segments where the group looked like it; none before the crossover
     patterns: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add_dense(self, layer: int, groups: int, start: int, rows: int) -> None:
+    def add_dense(self, layer: int, groups: int, start: int, rows: int, *, blocks: int = 0) -> None:
+        """`blocks`: what the vote counts, where a sparse choice turned out so large that the segment went dense."""
         pairs = float(groups * causal_pairs(start, rows))
         self.kept_pairs += pairs
         self.all_pairs += pairs
         for group in range(groups):
-            self.vote(layer, group, "dense", 0)
+            self.vote(layer, group, "dense", blocks)
 
     def add_pairs(self, kept: float, total: float) -> None:
         self.kept_pairs += kept

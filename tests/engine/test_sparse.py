@@ -120,6 +120,15 @@ def test_diffuse_heads_widen_and_strict_goes_dense() -> None:
     assert strict.density == pytest.approx(1.0)
 
 
+def test_segments_whose_choice_is_nearly_everything_go_dense_and_vote_so() -> None:
+    work = task(scattered=6.0)
+    report = run(work, replace(SPARSE, dense_share=0.0))
+    assert dense_error(work) < 1e-5
+    assert (report.density, report.recall(0.95)) == (1.0, None)
+    report.vote(0, 0, "a_shape", 1)  # one little segment doesn't outvote it
+    assert report.heads() == {"dense": KV_HEADS}
+
+
 def test_a_needle_is_found_by_the_sampled_rows() -> None:
     work = task(needle=1234)
     run(work, SPARSE)
@@ -139,8 +148,12 @@ def test_the_future_is_never_seen() -> None:
     before, after = task(scattered=1.0), task(scattered=1.0)
     after.k[:, START + 512 :] = 9.0
     after.v[:, START + 512 :] = 9.0
-    for work in (before, after):
-        run(work, replace(SPARSE, policy="vertical_slash", slash_tokens=512, vertical_tokens=64))
+    for policy in ("a_shape", "block_sparse"):  # decided row block by row block
+        for work in (before, after):
+            run(work, replace(SPARSE, policy=policy, a_shape_local=512, top_blocks=16))  # type: ignore[arg-type]
+        assert torch.equal(before.out[:512], after.out[:512])
+        assert not torch.equal(before.out[512:], after.out[512:])
+    run(after, replace(SPARSE, policy="vertical_slash", slash_tokens=512, vertical_tokens=64))
     # Budgets belong to the segment, so only its own later rows may differ.
     first = sampling.choice_rows(SPARSE, HEADS, sampling.generator(7))
     assert int(first.max()) < SPARSE.row_block
