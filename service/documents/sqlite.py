@@ -77,6 +77,8 @@ class SqliteDocuments:
     def delete_file(self, tenant: str, file_id: str) -> DocumentRecord | None:
         """Remove the handle, and with a document's last one the document, its prefills and the jobs that make them.
 
+        With the last of a fidelity, the work for that ends.
+
         The bytes become garbage, which `collect` hands out. Returns the document if it went too. Raises UnknownRecord.
         """
         with self._database.write(durable=True) as connection:
@@ -86,7 +88,11 @@ class SqliteDocuments:
             _discard(connection, "upload", [file_id])
             if record.ingest_job is not None:
                 _cancel(connection, record.ingest_job, now)
-            if record.document_id is None or _handles(connection, record.document_id):
+            if record.document_id is None:
+                return None
+            if others := _handles(connection, record.document_id):
+                if all(other.fidelity != record.fidelity for other in others):
+                    _cancel_prefill(connection, f"{record.document_id}:{record.fidelity}", now)
                 return None
             return _delete_document(connection, record.document_id, now)
 
@@ -192,16 +198,21 @@ def _handles(connection: Connection, document_id: str) -> list[FileRecord]:
 def _delete_document(connection: Connection, document_id: str, now: float) -> DocumentRecord:
     row = connection.execute("SELECT * FROM documents WHERE id = ?", (document_id,)).fetchone()
     document = decode(row, DocumentRecord)
-    prefills = connection.execute("SELECT id, job_id FROM prefills WHERE document_id = ?", (document_id,)).fetchall()
+    prefills = connection.execute("SELECT id FROM prefills WHERE document_id = ?", (document_id,)).fetchall()
     shared = connection.execute("SELECT holder FROM shared_holders WHERE document_id = ?", (document_id,)).fetchall()
     for prefill in prefills:
-        if prefill["job_id"] is not None:
-            _cancel(connection, prefill["job_id"], now)
+        _cancel_prefill(connection, prefill["id"], now)
     _discard(connection, "folder", [document.folder])
     _discard(connection, "holder", [row["id"] for row in prefills] + [row["holder"] for row in shared])
     connection.executemany("DELETE FROM shared_holders WHERE holder = ?", [(row["holder"],) for row in shared])
     connection.execute("DELETE FROM documents WHERE id = ?", (document_id,))
     return document
+
+
+def _cancel_prefill(connection: Connection, prefill_id: str, now: float) -> None:
+    row = connection.execute("SELECT job_id FROM prefills WHERE id = ?", (prefill_id,)).fetchone()
+    if row is not None and row["job_id"] is not None:
+        _cancel(connection, row["job_id"], now)
 
 
 def _cancel(connection: Connection, job_id: str, now: float) -> None:

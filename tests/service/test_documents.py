@@ -235,6 +235,16 @@ def test_last_handle_takes_everything_along(queue: SqliteQueue, documents: Sqlit
     assert collected(documents) == []
 
 
+def test_last_handle_of_a_fidelity_stops_its_prefill(queue: SqliteQueue, documents: SqliteDocuments) -> None:
+    ingest(queue, documents, "file-1")
+    ingest(queue, documents, "file-2")
+    documents.update_file("file-2", {"fidelity": "strict"})
+    prefill = claim_prefill(queue)
+    assert documents.delete_file("t", "file-1") is None
+    assert queue.get(prefill.id).state == "cancelled"
+    assert documents.document("doc-1")
+
+
 def test_deleting_a_file_stops_its_ingest(queue: SqliteQueue, documents: SqliteDocuments) -> None:
     job = queue.put(NewJob("ingest", "t", {}))
     documents.create_file(file_record("file-1", ingest_job=job.id))
