@@ -1,5 +1,6 @@
 """Answers: the job that makes one, and its text as it comes. Nobody reading means nobody computing."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -137,7 +138,9 @@ def _put(services: Services, tenant: str, payload: AnswerPayload, idempotency_ke
 
     if idempotency_key is None:
         return put(None)
-    base = derived_id(tenant, "answer", idempotency_key).replace("file-", "answer-")
+    # The same key with another question is not the same request.
+    asked = json.dumps([payload["documents"], payload["question"], payload["fidelity"]])
+    base = derived_id(tenant, "answer", idempotency_key, asked).replace("file-", "answer-")
     # An attempt that was cancelled or failed must not be what a retry is given.
     for attempt in range(100):
         job_id = f"{base}-{attempt}"

@@ -1,5 +1,6 @@
 """The progress of a document as events: its ingest, then its prefill, each with the seq of its own log."""
 
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,6 +15,7 @@ from service.sse import HEARTBEAT_S, comment, event
 from service.views import document_view, prefill_id
 
 STAGES = ("ingest", "prefill")
+_SEQ = re.compile(r"[0-9]{1,18}")  # what the store can compare with
 
 
 def parse_event_id(last_event_id: str | None) -> tuple[str, int]:
@@ -21,7 +23,7 @@ def parse_event_id(last_event_id: str | None) -> tuple[str, int]:
     if not last_event_id:
         return STAGES[0], 0
     stage, _, seq = last_event_id.partition(":")
-    if stage not in STAGES or not seq.isdigit():
+    if stage not in STAGES or not _SEQ.fullmatch(seq):
         raise InvalidRequest(
             f"'ingest:<number>' or 'prefill:<number>' is expected, got {last_event_id[:80]!r}", param="Last-Event-ID"
         )

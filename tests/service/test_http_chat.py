@@ -444,6 +444,8 @@ def test_same_idempotency_key_is_answered_once(client: OpenAI, server: Server) -
     texts.append("".join(c.choices[0].delta.content or "" for c in ask(client, text("Q"), stream=True, **options)))
     assert texts == ["Answer about 0 documents"] * 3
     assert len(server.worker.answered) == before + 1
+    ask(client, text("Another question"), **options)
+    assert len(server.worker.answered) == before + 2
 
 
 @pytest.mark.parametrize("steady", [True, False])

@@ -239,9 +239,10 @@ def test_events_of_ingest_and_prefill_then_the_document(client: OpenAI, server: 
     assert rest == events[events.index(progress) + 1 :]
 
 
-def test_events_with_a_strange_last_id(client: OpenAI, http: httpx.Client) -> None:
+@pytest.mark.parametrize("last", [b"prefill:many", b"ingest:\xb2", b"ingest:" + b"9" * 30])
+def test_events_with_a_strange_last_id(client: OpenAI, http: httpx.Client, last: bytes) -> None:
     file_id = upload(client, "strange")
-    answer = http.get(f"/v1/documents/{file_id}/events", headers={"Last-Event-ID": "prefill:many"})
+    answer = http.get(f"/v1/documents/{file_id}/events", headers={b"Last-Event-ID": last})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 

@@ -148,6 +148,11 @@ def test_requests_are_counted_by_route(http: httpx.Client) -> None:
     assert "foreword_jobs{" in text
 
 
+def test_a_made_up_method_makes_no_series(http: httpx.Client) -> None:
+    http.request("BREW", "/livez")
+    assert "BREW" not in http.get("/metrics").text
+
+
 def test_many_waiting_streams_hold_nobody_up(server: Server) -> None:
     """More streams than threads: none may cost one."""
     server.worker.prefill_gate.clear()
