@@ -37,6 +37,11 @@ class SparseSettings:
     top_blocks: int = 100
     head_config: HeadConfig | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where a head config would not be heard."""
+        if self.head_config is not None and self.policy in ("dense", "adaptive"):
+            raise ValueError(f"a head config sets fixed budgets: got policy {self.policy}, expected one that has them")
+
     def canonical(self) -> str:
         """One line that is equal exactly when KV is."""
         fields = {name: value for name, value in asdict(self).items() if name != "head_config"}

@@ -242,6 +242,8 @@ def test_minference_head_configs_load_and_run_head_by_head(tmp_path: Path) -> No
     report = run(work, replace(SPARSE, policy="vertical_slash", head_config=config))
     assert report.density < 0.5
     assert dense_error(work) < 0.2
+    with pytest.raises(ValueError, match="got policy adaptive"):
+        replace(SPARSE, head_config=config)
     with pytest.raises(ModelError, match="1 layers of 6 heads, the model 30 layers of 9 heads"):
         config.check(num_layers=30, heads=9)
 
