@@ -34,7 +34,8 @@ def natural_block_lse(
     fast as the fused attention with one key block a batch entry. The exponentials are relative to the largest score
     among the keys next to the row and the first ones, and e^40 times as large as they need be: results below 1e-38 are
     denormal, which costs eight times the time. Where another score exceeds that largest by 48 they overflow, and
-    everything is computed the exact way.
+    everything is computed the exact way. In bfloat16 the shifted scores are rounded to steps of up to 1/4: one key's
+    mass may be off by 12 %, without a bias to speak of, and shares of many keys and rows by less than 0.001.
     """
     kv_heads, k_tokens, _ = k.shape
     order = positions.argsort(1)
