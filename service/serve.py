@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -32,10 +33,16 @@ class AddressInUse(Exception):
     code = "address_in_use"
 
 
+class WorkerUnusable(Exception):
+    """No worker can run with this model and these settings."""
+
+    code = "worker_unusable"
+
+
 def serve(settings: Settings, command: Sequence[str] | None = None) -> None:
     """Until SIGTERM or SIGINT. `command` starts a worker (default: this package's).
 
-    Raises AlreadyLocked, AddressInUse, AuthError, ModelError, DatabaseError.
+    Raises AlreadyLocked, AddressInUse, AuthError, ModelError, DatabaseError, WorkerUnusable.
     """
     settings = settings.resolved()
     configure_logging(settings.log_level)
@@ -88,15 +95,21 @@ def _serve(
         forget_process(pid)
         metrics.worker_restarts.inc()
 
-    supervisor = Supervisor(command, environment(settings), died=worker_died)
-    supervisor.start()
-    stack.callback(supervisor.close)
     timer = Timer("reclaim", RECLAIM_S, lambda: reclaim(queue, metrics))  # also while no worker lives to do it
     stack.callback(timer.close)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="on", server_header=False
     )
     server = uvicorn.Server(config)
+    unusable = threading.Event()
+
+    def worker_unusable() -> None:
+        unusable.set()
+        server.should_exit = True
+
+    supervisor = Supervisor(command, environment(settings), died=worker_died, unusable=worker_unusable)
+    supervisor.start()
+    stack.callback(supervisor.close)
 
     def stop(number: int, frame: object) -> None:
         server.should_exit = True
@@ -107,6 +120,8 @@ def _serve(
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d, data in %s", host, port, settings.data_dir)
     asyncio.run(server.serve(sockets=[listener]))
+    if unusable.is_set():
+        raise WorkerUnusable("the worker can't run with this model and these settings: its last log line says why")
     log.info("server ends")
 
 

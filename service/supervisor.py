@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 30.0
+EXIT_UNUSABLE = 2  # of a worker that can't use the model or these settings: another would fare no better
 STEADY_S = 60.0  # a worker that lived so long has earned a quick restart
 
 
@@ -30,14 +31,22 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 class Supervisor:
-    """`died(pid)` is called behind every unexpected end."""
+    """`died(pid)` is called behind every unexpected end; `unusable()` where the first worker ended with EXIT_UNUSABLE,
+    and then none is started again. Later ones are: what they can't use was usable before.
+    """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, died: Callable[[int], None] = lambda pid: None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        died: Callable[[int], None] = lambda pid: None,
+        unusable: Callable[[], None] = lambda: None,
     ) -> None:
         self._command = list(command)
         self._env = dict(env)
         self._died = died
+        self._unusable = unusable
         self._stop = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         # The kernel tells a child that its parent died when the parent's *thread* ends: this one lives till the end.
@@ -65,7 +74,7 @@ class Supervisor:
             self._thread.join()
 
     def _run(self) -> None:
-        delay_s = FIRST_DELAY_S
+        delay_s, first = FIRST_DELAY_S, True
         while not self._stop.is_set():
             started = time.monotonic()
             self._process = process = subprocess.Popen(self._command, env=self._env, stdin=subprocess.DEVNULL)
@@ -75,6 +84,10 @@ class Supervisor:
             if self._stop.is_set():
                 return
             self._died(process.pid)
+            if first and status == EXIT_UNUSABLE:
+                self._unusable()
+                return
+            first = False
             delay_s = FIRST_DELAY_S if time.monotonic() - started > STEADY_S else min(2 * delay_s, LONGEST_DELAY_S)
             log.error("worker %d ended with status %d: another starts in %.1f s", process.pid, status, delay_s)
             self._stop.wait(delay_s)

@@ -30,12 +30,12 @@ from service.scheduler import EngineBroken, Scheduler
 from service.settings import Settings
 from service.stages.context import StageContext
 from service.stages.ingest import IngestLoop
+from service.supervisor import EXIT_UNUSABLE
 from service.timer import Timer
 
 log = logging.getLogger(__name__)
 
 EXIT_BROKEN = 70  # the engine can't go on in this process
-EXIT_UNUSABLE = 2  # no use in starting again with these settings
 _PR_SET_PDEATHSIG = 1
 
 
@@ -117,6 +117,10 @@ def _stopped_by_signals(scheduler: Scheduler) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Unusable(Exception):
+    """The engine can't be opened with this model and these settings."""
+
+
 def die_with_parent(parent: int) -> None:
     """Get SIGTERM when the process `parent` dies; end now where it is dead already."""
     if sys.platform == "linux":
@@ -136,9 +140,16 @@ def main(open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_pa
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the server decides what becomes of us
     settings = Settings()
     configure_logging(settings.log_level)
+
+    def open_or_refuse(settings: Settings, metrics: Metrics) -> EngineParts:
+        try:
+            return open_parts(settings, metrics)
+        except (ModelError, ValueError) as error:
+            raise Unusable(str(error)) from error
+
     try:
-        return run_worker(settings, open_parts)
-    except (ModelError, ValueError) as error:
+        return run_worker(settings, open_or_refuse)
+    except Unusable as error:
         log.error("%s", error)
         return EXIT_UNUSABLE
 

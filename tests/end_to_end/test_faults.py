@@ -178,6 +178,19 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
     assert "no-model" in error["message"]
 
 
+def test_device_that_is_not_there_ends_the_server(tmp_path: Path) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "foreword", "serve", "--port", str(free_port())],
+        env={**os.environ, "FOREWORD_DATA_DIR": str(tmp_path / "data"), "FOREWORD_DEVICE": "abacus"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert refused.returncode == 2
+    assert json.loads(refused.stderr.strip().splitlines()[-1])["error"]["code"] == "worker_unusable"
+    assert "abacus" in refused.stderr
+
+
 def test_keys_and_the_loopback_rule(tmp_path: Path) -> None:
     refused = subprocess.run(
         [sys.executable, "-m", "foreword", "serve", "--host", "0.0.0.0", "--port", str(free_port())],

@@ -20,7 +20,7 @@ from service.presence import SEEN_S, Presence, Workers
 from service.queue.base import Job, NewJob
 from service.salt import load_secret, tenant_salt
 from service.settings import Settings
-from service.supervisor import Supervisor, environment
+from service.supervisor import EXIT_UNUSABLE, Supervisor, environment
 from service.timer import Timer
 from tests.service.bench import Bench, until
 from tests.service.fake_engine import FakeEngine, FakeKV
@@ -142,6 +142,17 @@ def test_supervisor_restarts_and_reports(tmp_path: Path) -> None:
     assert len(set(died)) == len(died)
     assert len(runs.read_text()) >= 2
     assert supervisor.pid is None
+
+
+def test_supervisor_gives_up_when_the_first_worker_finds_its_settings_unusable(tmp_path: Path) -> None:
+    runs, given_up = tmp_path / "runs", threading.Event()
+    script = f"open({str(runs)!r},'a').write('x'); raise SystemExit({EXIT_UNUSABLE})"
+    supervisor = Supervisor([sys.executable, "-c", script], dict(os.environ), unusable=given_up.set)
+    supervisor.start()
+    assert given_up.wait(20)
+    supervisor._thread.join(20)
+    supervisor.close()
+    assert runs.read_text() == "x"
 
 
 def test_supervisor_kills_what_does_not_end(tmp_path: Path) -> None:
