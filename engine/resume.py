@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ _MAGIC = b"FWRESUM1"
 _NOTES_BYTES = 1 << 20
 _PIECE = 32 << 20
 _PROGRESS = struct.Struct("<q")
+IDLE_TTL_S = (
+    6 * 3600.0
+)  # as long as the KV store keeps what an unfinished writer left: one is of no use without the other
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,29 @@ class ResumePoint:
 
 
 class ResumeFolder:
-    """All owners' resume files under one cap in bytes."""
+    """All owners' resume files under one cap in bytes; work that nobody takes up again is forgotten after a time."""
 
-    def __init__(self, folder: Path, *, cap_bytes: int) -> None:
-        self._folder, self._cap = folder, cap_bytes
+    def __init__(self, folder: Path, *, cap_bytes: int, idle_ttl_s: float = IDLE_TTL_S) -> None:
+        self._folder, self._cap, self._idle_ttl_s = folder, cap_bytes, idle_ttl_s
+        self.sweep()
+
+    def sweep(self) -> int:
+        """Remove the files that no running prefill holds and nobody wrote to for the TTL. Returns the bytes freed."""
+        before, freed = time.time() - self._idle_ttl_s, 0
+        try:
+            for file in self._folder.glob("*.resume"):
+                if file.stat().st_mtime < before:
+                    freed += _remove_idle(file)
+        except OSError as error:
+            log.warning("old resume points not removed: %s", error)
+        return freed
 
     def open(self, owner: str, *, key: str, hidden_bytes: int) -> "ResumeFile | None":
         """The owner's file for the work `key` (the last segment's), or None where it may not or can't be had."""
         size = _file_bytes(hidden_bytes)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self.sweep()
             path = self._folder / f"{blake3(owner.encode()).hexdigest()[:32]}.resume"
             if not self._make_room(size, keep=path):
                 log.warning("no resume points: they need %d bytes, the cap is %d", size, self._cap)
@@ -70,12 +87,7 @@ class ResumeFolder:
         for file in files:
             if used + size <= self._cap:
                 break
-            held = _lock(file)
-            if held is None:
-                continue
-            used -= file.stat().st_size
-            file.unlink()
-            os.close(held)
+            used -= _remove_idle(file)
         return used + size <= self._cap
 
 
@@ -213,6 +225,19 @@ def _write_all(file: int, data: Bytes, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
+
+
+def _remove_idle(path: Path) -> int:
+    """Remove a file that nobody holds; the bytes freed."""
+    held = _lock(path)
+    if held is None:
+        return 0
+    try:
+        size = os.fstat(held).st_size
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(held)
+    return size
 
 
 def _lock(path: Path, *, create: bool = False) -> int | None:

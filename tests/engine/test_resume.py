@@ -1,5 +1,6 @@
 """Resume points: two slots, digests, the cap, and a disk that refuses."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,27 @@ def test_the_cap_holds_and_idle_files_make_room(tmp_path: Path) -> None:
     assert second is not None
     second.close()
     assert len(list(tmp_path.glob("*.resume"))) == 1
+
+
+def test_work_that_nobody_takes_up_is_forgotten(tmp_path: Path) -> None:
+    for owner in ("dead", "at work", "recent"):
+        file = opened(tmp_path, owner=owner)
+        assert file is not None
+        save(file, 4)
+        if owner == "at work":
+            working = file
+        else:
+            file.close()
+        if owner != "recent":
+            os.utime(file._path, (0, 0))
+    size = working._path.stat().st_size
+    folder = ResumeFolder(tmp_path, cap_bytes=1 << 30)
+    assert len(list(tmp_path.iterdir())) == 2
+    working.close()
+    assert folder.sweep() == size
+    recent = opened(tmp_path, owner="recent")
+    assert recent is not None
+    assert recent.load(up_to=30) is not None
 
 
 def test_two_processes_never_share_a_file(tmp_path: Path) -> None:
