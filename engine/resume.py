@@ -33,9 +33,8 @@ _MAGIC = b"FWRESUM1"
 _NOTES_BYTES = 1 << 20
 _PIECE = 32 << 20
 _PROGRESS = struct.Struct("<q")
-IDLE_TTL_S = (
-    6 * 3600.0
-)  # as long as the KV store keeps what an unfinished writer left: one is of no use without the other
+# As long as the KV store keeps what an unfinished writer left: one is of no use without the other.
+IDLE_TTL_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)
