@@ -78,7 +78,8 @@ def test_request_id_goes_with_the_jobs(http: httpx.Client, server: Server) -> No
     file = http.post(
         "/v1/files", data={"purpose": "user_data"}, files={"file": ("a", b"x")}, headers={"x-request-id": "trace-2"}
     ).json()
-    assert server.queue.get(f"ingest-{file['id']}").payload["request_id"] == "trace-2"
+    ingest_job = server.documents.file("local", file["id"]).ingest_job
+    assert server.queue.get(ingest_job or "").payload["request_id"] == "trace-2"
 
 
 def test_models(server: Server) -> None:
