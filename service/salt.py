@@ -16,7 +16,7 @@ def load_secret(data_dir: Path) -> bytes:
     """
     path = data_dir / "secret"
     if not path.exists():
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = data_dir / f".secret-{os.getpid()}-{secrets.token_hex(4)}"
         with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(SECRET_BYTES))

@@ -48,7 +48,7 @@ def serve(settings: Settings, command: Sequence[str] | None = None) -> None:
     configure_logging(settings.log_level)
     keys = KeyRing.load(settings.api_keys_file)
     check_binding(settings.host, keys, insecure=settings.insecure)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users' documents lie there
     with ExitStack() as stack:
         stack.enter_context(PidLock(settings.data_dir / "foreword.lock"))
         listener = stack.enter_context(listen(settings.host, settings.port))

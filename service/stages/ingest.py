@@ -195,6 +195,9 @@ class IngestJob:
         ]
         put = [] if self._is_prefilled(document_id, file.fidelity) else [self._prefill_job(file, document_id, summary)]
         context.queue.finish(self._job, {"document_id": document_id, **summary.as_json()}, Effects(changes, put))
+        if not put and not self._is_prefilled(document_id, file.fidelity):
+            # Its other handles, and all that was made for them, were deleted since the look above.
+            context.queue.put(self._prefill_job(file, document_id, summary))
         return document_id
 
     def _prefill_job(self, file: FileRecord, document_id: str, summary: IngestSummary) -> NewJob:

@@ -91,6 +91,24 @@ def test_documents_of_two_tenants_or_tokenizers_differ() -> None:
     assert len(ids) == 4
 
 
+def test_document_deleted_while_its_content_is_ingested_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(bench, put_file(bench, "file-1"), FakeIngest())
+    with bench.working():
+        until(lambda: bench.documents.file("t", "file-1").status == "processed")
+    job = put_file(bench, "file-2")
+    finish = bench.queue.finish
+
+    def deletes_first(*args: Any) -> None:
+        bench.documents.delete_file("t", "file-1")
+        finish(*args)
+
+    monkeypatch.setattr(bench.queue, "finish", deletes_first)
+    run(bench, job, FakeIngest())
+    monkeypatch.undo()
+    with bench.working():
+        until(lambda: bench.documents.file("t", "file-2").status == "processed")
+
+
 def test_identical_content_reuses_document_and_prefill(bench: Bench) -> None:
     run(bench, put_file(bench, "file-1"), FakeIngest())
     with bench.working():
