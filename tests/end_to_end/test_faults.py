@@ -122,7 +122,7 @@ def test_corrupted_kv_is_recomputed_and_counted(tmp_path: Path) -> None:
 
 def test_cancelled_prefill_and_client_gone_leave_the_worker_free(server: Server) -> None:
     client = server.client()
-    text, needles = with_needles(library_text(60_000, skip=60), 1, seed=10)
+    text, _ = with_needles(library_text(60_000, skip=60), 1, seed=10)
     file_id = client.files.create(file=("withdrawn.py", text.encode()), purpose="user_data").id
     server.wait_for(file_id, progress=0.05)
     client.files.delete(file_id)
@@ -145,7 +145,6 @@ def test_cancelled_prefill_and_client_gone_leave_the_worker_free(server: Server)
     while server.metric("foreword_jobs", state="running") > 0:
         assert time.monotonic() < deadline, "work that nobody waits for goes on"
         time.sleep(0.1)
-    assert needles
 
 
 def test_second_server_on_one_data_folder_is_refused(server: Server) -> None:
