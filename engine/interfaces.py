@@ -122,8 +122,8 @@ class PrefillRequest:
 class RecallReport:
     """The fidelity guard's verdict: softmax mass kept, 0–1, over (layer, segment, KV-head group) cells left sparse.
 
-    The sampled rows that settle how much a cell keeps are also those that measure it: `mean` is unbiased in practice,
-    `p5`, `worst` and `below_target` leave out the error of the estimate (engine.sparse.attend).
+    Estimated from witness rows, drawn apart from those that made the choice; each cell is an estimate with its own sampling error,
+    so `p5` and `worst` are a little too low rather than too high.
     """
 
     target: float
