@@ -122,8 +122,8 @@ class PrefillRequest:
 class RecallReport:
     """The fidelity guard's verdict: softmax mass kept, 0–1, over (layer, segment, KV-head group) cells left sparse.
 
-    Estimated from witness rows, drawn apart from those that made the choice; each cell is an estimate with its own sampling error,
-    so `p5` and `worst` are a little too low rather than too high.
+    Estimated from witness rows, drawn apart from those that made the choice; each cell is an estimate with its own
+    sampling error, so `p5` and `worst` are a little too low rather than too high.
     """
 
     target: float

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.threads import share_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = (
     ("-m", "loadtests.ingest"),
@@ -14,6 +16,7 @@ STEPS = (
 
 
 def main() -> int:
+    share_cores()
     failed = []
     for step in STEPS:
         print(f"\n=== python {' '.join(step)}", flush=True)
