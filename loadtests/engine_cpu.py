@@ -44,6 +44,7 @@ class Bench:
     engine: LocalEngine
     tokenizer: Tokenizer
     folder: Path
+    needles: int = NEEDLES
     owners: int = 0
 
     def prefill(self, tokens: np.ndarray, fidelity: Fidelity) -> PrefillResult:
@@ -116,7 +117,7 @@ def dense_4k(bench: Bench, model: Path, rounds: int = 5) -> None:
 def speedups(bench: Bench, num_tokens: int) -> None:
     """adaptive and fast beside dense in the same engine; all needles asked of each."""
     size = f"{num_tokens // 1024}k"
-    stack = haystack(bench.tokenizer, num_tokens, needles=NEEDLES)
+    stack = haystack(bench.tokenizer, num_tokens, needles=bench.needles)
     results: dict[Fidelity, PrefillResult] = {}
     texts: dict[Fidelity, list[str]] = {}
     for fidelity in ("exact", "default", "fast"):
@@ -133,7 +134,7 @@ def speedups(bench: Bench, num_tokens: int) -> None:
             "ratio",
             better="higher",
             samples=[dense_s / result.seconds],
-            command=f"{COMMAND} --only {size}",
+            command=f"{COMMAND} --only {size} --needles {bench.needles}",
             dense_s=dense_s,
             sparse_s=result.seconds,
             density=result.density,
@@ -142,7 +143,7 @@ def speedups(bench: Bench, num_tokens: int) -> None:
             needles_as_dense=sum(a == b for a, b in zip(texts[fidelity], texts["exact"], strict=True)),
             needles_right=_right(stack, texts[fidelity]),
             needles_right_dense=_right(stack, texts["exact"]),
-            needles=NEEDLES,
+            needles=bench.needles,
         )
 
 
@@ -154,7 +155,9 @@ def _print_prefill(size: str, fidelity: str, result: PrefillResult, stack: Hayst
     recall = result.recall
     kept = f"recall mean {recall.mean:.3f} p5 {recall.p5:.3f} worst {recall.worst:.3f}" if recall else "dense"
     right = _right(stack, texts)
-    print(f"{size} {fidelity}: {result.seconds:.1f} s, density {result.density:.3f}, {kept}, needles {right}/{NEEDLES}")
+    print(
+        f"{size} {fidelity}: {result.seconds:.1f} s, density {result.density:.3f}, {kept}, needles {right}/{len(texts)}"
+    )
 
 
 def warm(bench: Bench) -> None:
@@ -216,12 +219,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="dense4k,warm,32k,64k,memory")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--needles", type=int, default=NEEDLES, help="asked of each prefill at 32k and 64k")
     parser.add_argument("--model", default="default")
     parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/foreword").expanduser())
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     model = resolve_model(arguments.model, cache_dir=arguments.cache_dir)
     bench = open_bench(model, arguments.threads)
+    bench.needles = arguments.needles
     try:
         if "dense4k" in parts:
             dense_4k(bench, model)
