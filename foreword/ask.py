@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from engine.chain import TokenIds
 from engine.engine import LocalEngine, open_engine
-from engine.interfaces import AnswerRequest, Fidelity, PrefillRequest, PrefillResult, SamplingParams
+from engine.interfaces import AnswerRequest, Fidelity, KVLayout, PrefillRequest, PrefillResult, SamplingParams
 from engine.kv_store import DiskLimits, LocalKVStore
 from engine.model_folder import resolve_model
 from service.ingest import IngestLimits, IngestOptions, Kind, Source, ingest
@@ -52,9 +52,9 @@ def ask_command(
 
 
 def _open(folder: Path, settings: Settings, stores: list[LocalKVStore]) -> LocalEngine:
-    def open_store(layout: object) -> LocalKVStore:
+    def open_store(layout: KVLayout) -> LocalKVStore:
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
-        stores.append(LocalKVStore(settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes))  # type: ignore[arg-type]
+        stores.append(LocalKVStore(settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes))
         return stores[0]
 
     return open_engine(

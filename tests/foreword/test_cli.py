@@ -55,8 +55,11 @@ def test_ask_cold_then_warm(source: Path, data_dir: Path) -> None:
     holder = next(word for word in listed.split() if word.startswith("ask:"))
     assert run("cache", "verify", data_dir=data_dir).returncode == 0
     assert "pinned" in run("cache", "pin", holder, data_dir=data_dir).stdout
-    assert run("cache", "evict", holder, data_dir=data_dir).returncode == 0
-    assert holder.encode()
+    assert run("cache", "evict", holder, data_dir=data_dir).stdout == "0.0 MB freed\n"
+    assert "unpinned" in run("cache", "pin", holder, "--off", data_dir=data_dir).stdout
+    assert run("cache", "evict", holder, data_dir=data_dir).stdout != "0.0 MB freed\n"
+    again = run("ask", str(source), question, "--max-tokens", "30", data_dir=data_dir)
+    assert "cold" in again.stderr, "its KV was evicted"
 
 
 def test_ingest_writes_the_three_files(source: Path, data_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import email
 import email.errors
 import email.policy
 import email.utils
+import itertools
 import re
 from collections.abc import Iterator
 from email.header import decode_header, make_header
@@ -168,13 +169,12 @@ class _Parts:
 
 
 def _attach(request: Request, name: str, data: bytes) -> Message:
-    _attach.count += 1  # type: ignore[attr-defined]
-    file = request.scratch / f"attachment-{request.file.name}-{_attach.count}"  # type: ignore[attr-defined]
+    file = request.scratch / f"attachment-{request.file.name}-{next(_attachments)}"
     file.write_bytes(data)
     return {"attachment": {"name": name[:200], "file": str(file)}}
 
 
-_attach.count = 0  # type: ignore[attr-defined]
+_attachments = itertools.count(1)  # of this parser process: one scratch name each
 
 
 def _suffix(kind: str) -> str:
