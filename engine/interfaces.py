@@ -134,6 +134,17 @@ class RecallReport:
 
 
 @dataclass(frozen=True)
+class SegmentRecall:
+    """What one segment's attention kept, over layers and KV-head groups. Tokens [start, end) of the whole prefix."""
+
+    start: int
+    end: int
+    density: float  # causal pairs kept / all of them
+    mean: float | None  # recall of the cells left sparse; None where all were dense, which loses nothing
+    worst: float | None
+
+
+@dataclass(frozen=True)
 class PrefillResult:
     num_tokens: int
     cached_tokens: int  # taken from the store
@@ -144,6 +155,7 @@ class PrefillResult:
     heads: Mapping[str, int]  # pattern → number of KV-head groups: dense, a_shape, vertical_slash, block_sparse
     seconds: float
     segments: Sequence[Segment] = field(default_factory=list)
+    segment_recalls: Sequence[SegmentRecall] = ()  # of what was computed, not taken from the store
 
 
 @dataclass(frozen=True)

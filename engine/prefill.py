@@ -311,6 +311,7 @@ class LayerMajorPrefill:
             heads=state.report.heads(),
             seconds=time.monotonic() - self._started,
             segments=self._chain,
+            segment_recalls=state.report.segment_recalls(),
         )
 
 

@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 
 _PAGE = 4096
 _HEADER = struct.Struct("<8s32sQqqQ16s")  # magic, key, bytes, layer, generation, size of the notes, digest
-_MAGIC = b"FWRESUM1"
+_MAGIC = b"FWRESUM2"
 _NOTES_BYTES = 1 << 20
 _PIECE = 32 << 20
 _PROGRESS = struct.Struct("<q")

@@ -12,7 +12,7 @@ from pathlib import Path
 from service.locks import exclusive
 from service.queue.base import QueueUnavailable
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
 
 _SCHEMA = """
@@ -118,7 +118,8 @@ CREATE TABLE prefills (
     layers_recomputed INTEGER,
     cold_ttft_s REAL,
     seconds REAL,
-    error TEXT
+    error TEXT,
+    segments TEXT
 );
 CREATE INDEX prefills_document ON prefills (document_id);
 CREATE INDEX prefills_job ON prefills (job_id);
@@ -138,6 +139,9 @@ CREATE TABLE garbage (
     name TEXT NOT NULL
 );
 """
+
+# Version → what makes the next one of it.
+_MIGRATIONS = {1: "ALTER TABLE prefills ADD COLUMN segments TEXT;"}
 
 
 def database_path(data_dir: Path) -> Path:
@@ -241,3 +245,6 @@ class Database:
         if version == 0:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version < SCHEMA_VERSION:
+            steps = " ".join(_MIGRATIONS[old] for old in range(version, SCHEMA_VERSION))
+            connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")

@@ -193,11 +193,12 @@ class _SparseSegment:
         )  # row-block pairs of a list head
         left_out = left_out.view(task.kv_heads, per_group).double().mean(1)
         for group in range(task.kv_heads):
-            report.add_pairs(total - float(left_out[group]) * settings.key_block, total)
+            kept_pairs = total - float(left_out[group]) * settings.key_block
+            report.add_pairs(task.start, task.rows, kept_pairs, total)
             union = mask[:, group * per_group : (group + 1) * per_group].any(1)
             pattern = classify(union, self._causal, key_block=settings.key_block)
             report.vote(task.layer, group, pattern, int(union.sum()))
-        report.recalls.extend(round(value, 6) for value in recall.tolist())  # short in a resume point's notes
+        report.add_recalls(task.start, task.rows, recall.tolist())
         report.below_target |= bool(((steered < settings.target) | (recall + _SURE * error < settings.target)).any())
 
     def _lists(self, mask: torch.Tensor) -> BlockLists:

@@ -1,21 +1,29 @@
 """What a prefill's attention kept: density, the guard's recall cells, the pattern of each KV-head group."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from engine.interfaces import RecallReport
+from engine.interfaces import RecallReport, SegmentRecall
+
+
+@dataclass
+class SegmentReport:
+    """One segment, over layers and KV-head groups."""
+
+    rows: int
+    kept_pairs: float = 0.0  # causal (row, key) pairs computed
+    all_pairs: float = 0.0
+    recalls: list[float] = field(default_factory=list)  # one a (layer, KV-head group) that stayed sparse
 
 
 @dataclass
 class AttentionReport:
     """Grows segment by segment; survives a resume as JSON."""
 
-    kept_pairs: float = 0.0  # causal (row, key) pairs computed, over layers and KV-head groups
-    all_pairs: float = 0.0
-    recalls: list[float] = field(default_factory=list)  # one a (layer, segment, KV-head group) that stayed sparse
+    segments: dict[str, SegmentReport] = field(default_factory=dict)  # by first row, in JSON's spelling
     below_target: bool = False
     # "layer:group" → pattern → kept blocks of the segments where the group looked like it; none before the crossover
     patterns: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -23,14 +31,21 @@ class AttentionReport:
     def add_dense(self, layer: int, groups: int, start: int, rows: int, *, blocks: int = 0) -> None:
         """`blocks`: what the vote counts, where a sparse choice turned out so large that the segment went dense."""
         pairs = float(groups * causal_pairs(start, rows))
-        self.kept_pairs += pairs
-        self.all_pairs += pairs
+        self.add_pairs(start, rows, pairs, pairs)
         for group in range(groups):
             self.vote(layer, group, "dense", blocks)
 
-    def add_pairs(self, kept: float, total: float) -> None:
-        self.kept_pairs += kept
-        self.all_pairs += total
+    def add_pairs(self, start: int, rows: int, kept: float, total: float) -> None:
+        segment = self._segment(start, rows)
+        segment.kept_pairs += kept
+        segment.all_pairs += total
+
+    def add_recalls(self, start: int, rows: int, recalls: list[float]) -> None:
+        """Of one layer's KV-head groups; rounded, since the notes of a resume point hold all of them."""
+        self._segment(start, rows).recalls += [round(recall, 6) for recall in recalls]
+
+    def _segment(self, start: int, rows: int) -> SegmentReport:
+        return self.segments.setdefault(str(start), SegmentReport(rows))
 
     def vote(self, layer: int, group: int, pattern: str, weight: int) -> None:
         votes = self.patterns.setdefault(f"{layer}:{group}", {})
@@ -38,12 +53,17 @@ class AttentionReport:
 
     @property
     def density(self) -> float:
-        return self.kept_pairs / self.all_pairs if self.all_pairs else 1.0
+        return _density(*self.segments.values())
+
+    @property
+    def recalls(self) -> list[float]:
+        """One a (segment, layer, KV-head group) that stayed sparse."""
+        return [recall for segment in self.segments.values() for recall in segment.recalls]
 
     def recall(self, target: float) -> RecallReport | None:
-        if not self.recalls:
-            return None
         values = np.asarray(self.recalls)
+        if not len(values):
+            return None
         return RecallReport(
             target=target,
             mean=float(values.mean()),
@@ -52,6 +72,19 @@ class AttentionReport:
             below_target=self.below_target,
         )
 
+    def segment_recalls(self) -> list[SegmentRecall]:
+        """In document order."""
+        return [
+            SegmentRecall(
+                start=int(start),
+                end=int(start) + segment.rows,
+                density=_density(segment),
+                mean=float(np.mean(segment.recalls)) if segment.recalls else None,
+                worst=min(segment.recalls, default=None),
+            )
+            for start, segment in sorted(self.segments.items(), key=lambda item: int(item[0]))
+        ]
+
     def heads(self) -> dict[str, int]:
         """Pattern → number of (layer, KV-head group) pairs; a group is what most of its kept blocks look like."""
         winners = Counter(max(votes, key=lambda pattern: (votes[pattern], pattern)) for votes in self.patterns.values())
@@ -59,16 +92,20 @@ class AttentionReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kept_pairs": self.kept_pairs,
-            "all_pairs": self.all_pairs,
-            "recalls": self.recalls,
+            "segments": {start: asdict(segment) for start, segment in self.segments.items()},
             "below_target": self.below_target,
             "patterns": self.patterns,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "AttentionReport":
-        return cls(**value)
+        segments = {start: SegmentReport(**segment) for start, segment in value["segments"].items()}
+        return cls(segments, value["below_target"], value["patterns"])
+
+
+def _density(*segments: SegmentReport) -> float:
+    total = sum(segment.all_pairs for segment in segments)
+    return sum(segment.kept_pairs for segment in segments) / total if total else 1.0
 
 
 def causal_pairs(start: int, rows: int) -> int:

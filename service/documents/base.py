@@ -74,6 +74,7 @@ class PrefillRecord:
     cold_ttft_s: float | None
     seconds: float | None
     error: Json | None
+    segments: Sequence[Json] | None = None  # start, end, density, mean, worst: engine.interfaces.SegmentRecall
 
 
 class Documents(Protocol):

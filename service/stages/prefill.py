@@ -163,6 +163,7 @@ def prefill_fields(context: StageContext, request: PrefillRequest, result: Prefi
         "layers_recomputed": result.layers_recomputed,
         "seconds": result.seconds,
         "error": None,
+        "segments": [asdict(segment) for segment in result.segment_recalls],
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.errors import ModelError
+from engine.interfaces import SegmentRecall
 from engine.sparse import sampling
 from engine.sparse.attend import _SparseSegment, attend
 from engine.sparse.head_config import load_head_config
@@ -204,8 +205,8 @@ def test_patterns_are_told_apart() -> None:
 def test_reports_add_up_and_survive_json() -> None:
     report = AttentionReport()
     report.add_dense(0, 2, 0, 4096)
-    report.add_pairs(25.0, 100.0)
-    report.recalls.extend([0.9, 1.0])
+    report.add_pairs(4096, 4000, 25.0, 100.0)
+    report.add_recalls(4096, 4000, [0.9, 1.0])
     report.vote(1, 0, "a_shape", 10)
     report.vote(1, 0, "block_sparse", 11)
     again = AttentionReport.from_json(json.loads(json.dumps(report.to_json())))
@@ -213,6 +214,10 @@ def test_reports_add_up_and_survive_json() -> None:
     assert again.heads() == {"dense": 2, "block_sparse": 1}
     assert causal_pairs(2, 3) == 3 + 4 + 5
     assert again.density == pytest.approx((2 * causal_pairs(0, 4096) + 25) / (2 * causal_pairs(0, 4096) + 100))
+    first, second = again.segment_recalls()
+    assert first == SegmentRecall(0, 4096, density=1.0, mean=None, worst=None)
+    assert (second.start, second.end, second.density, second.worst) == (4096, 8096, 0.25, 0.9)
+    assert second.mean == pytest.approx(0.95)
 
 
 def test_the_density_of_a_short_last_segment_counts_its_own_rows() -> None:

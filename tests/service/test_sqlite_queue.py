@@ -64,6 +64,21 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
         Database(path)
 
 
+def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "foreword.sqlite"
+    Database(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE prefills DROP COLUMN segments")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    database = Database(path)
+    with database.read() as connection:
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
+        assert "segments" in [row["name"] for row in connection.execute("PRAGMA table_info(prefills)")]
+    database.close()
+    Database(path).close()
+
+
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path = tmp_path / "foreword.sqlite"
     path.write_bytes(b"not a database, but long enough to look like one" * 20)
