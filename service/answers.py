@@ -19,6 +19,7 @@ from service.intake import derived_id
 from service.payloads import ANSWER_PRIORITY, AnswerPayload
 from service.prompt import Message
 from service.queue.base import Event, NewJob, UnknownJob
+from service.quotes import QuoteCheck
 from service.schemas import ChatRequest
 from service.sse import HEARTBEAT_S
 from service.templates import TemplateError
@@ -35,11 +36,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete. `result` is service.payloads.AnswerResult."""
+    """The answer is complete. `result` is service.payloads.AnswerResult; `quotes` is there if they were checked."""
 
     text: str
     ttft_s: float
     result: dict[str, Any]
+    quotes: QuoteCheck | None = None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ class Completion:
         figures = {name: finished.result.get(name) for name in ("density", "recall")}
         if figures["density"] is None:
             figures = await to_thread.run_sync(prefill_figures, self.services, self.question)
-        return {"ttft_s": round(finished.ttft_s, 6), "cache_state": finished.result["cache_state"], **figures}
+        extras = {"ttft_s": round(finished.ttft_s, 6), "cache_state": finished.result["cache_state"], **figures}
+        if finished.quotes is not None:
+            extras |= {"quotes": finished.quotes.quotes, "quotes_dropped": finished.quotes.dropped}
+        return extras
 
     async def annotations(self, finished: Finished) -> list[dict[str, Any]]:
         assert self.question is not None

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from anyio import to_thread
@@ -15,6 +16,7 @@ from service.completions import Completion
 from service.conversation import Conversation, decode_inline, read_conversation
 from service.dependencies import Services
 from service.intake import take_inline
+from service.quotes import QuoteCheck, verifier
 from service.schemas import ChatRequest
 from service.sse import EventStream, until_disconnect
 from service.waiting import ReadyFile, Stage, Unready, look, wait_for_documents
@@ -27,8 +29,10 @@ async def respond(
     chat: ChatRequest,
     *,
     shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda completion: completion,
+    check_quotes: bool = False,
 ) -> Response:
     """The response to `chat`, streamed if it asks for that; `shape` turns a whole completion into what is returned.
+    With `check_quotes` an answer quotes only what stands in its documents (service.quotes).
 
     What is wrong already, or too long, is said with a status code: raises ApiError. What turns out while documents are
     being waited for can only be said within the stream.
@@ -40,9 +44,10 @@ async def respond(
     state = await to_thread.run_sync(look, services, tenant, file_ids)
     if not isinstance(state, Unready):
         await to_thread.run_sync(exchange.ready, state)
+    steps = exchange.quoting if check_quotes else exchange.steps
     if chat.stream:
-        return EventStream(exchange.completion.chunks(exchange.steps(), chat.stream_options))
-    return JSONResponse(shape(await until_disconnect(request, lambda: exchange.completion.whole(exchange.steps()))))
+        return EventStream(exchange.completion.chunks(steps(), chat.stream_options))
+    return JSONResponse(shape(await until_disconnect(request, lambda: exchange.completion.whole(steps()))))
 
 
 class _Exchange:
@@ -91,6 +96,26 @@ class _Exchange:
         async with aclosing(answer):
             async for step in answer:
                 yield step
+
+    async def quoting(self) -> AsyncGenerator[Stage | Text | Finished, None]:
+        """The same steps, without quotes that don't stand in the documents."""
+        check: QuoteCheck | None = None
+        async with aclosing(self.steps()) as steps:
+            async for step in steps:
+                if check is None and self.completion.question is not None:
+                    check = QuoteCheck(verifier(self._services, self.completion.question.files))
+                if isinstance(step, Text):
+                    assert check is not None
+                    if text := await to_thread.run_sync(check.take, step.text):
+                        yield Text(text)
+                elif isinstance(step, Finished):
+                    assert check is not None
+                    if text := await to_thread.run_sync(check.close):
+                        yield Text(text)
+                    self._services.metrics.quotes_checked(verified=len(check.quotes), dropped=check.dropped)
+                    yield replace(step, text=check.text, quotes=check)
+                else:
+                    yield step
 
 
 async def _file_ids(services: Services, request: Request, tenant: str, conversation: Conversation) -> list[str]:

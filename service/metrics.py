@@ -60,6 +60,7 @@ class Metrics:
         self.kv_evictions = counter("foreword_kv_evictions", "Segments evicted from a tier", "tier", "reason")
         self.kv_checksum_failures = counter("foreword_kv_checksum_failures", "Stored blocks that were found damaged")
         self.kv_decisions = counter("foreword_kv_decisions", "How a prefix's KV was come by", "decision")
+        self.summary_quotes = counter("foreword_summary_quotes", "Quotes of summaries, verified or dropped", "outcome")
         self.kernel_path = Gauge(
             "foreword_kernel_path",
             "1 for the path that an operation takes",
@@ -95,6 +96,10 @@ class Metrics:
             self.heads.labels(pattern).inc(count)
         if computed and result.seconds > 0:
             self.prefill_rate.observe(computed / result.seconds)
+
+    def quotes_checked(self, *, verified: int, dropped: int) -> None:
+        self.summary_quotes.labels("verified").inc(verified)
+        self.summary_quotes.labels("dropped").inc(dropped)
 
     def kv_counted(self, name: str, labels: tuple[str, ...], amount: int) -> None:
         """Takes the KV store's own counts (engine.kv_store.counters.OnCount)."""

@@ -188,6 +188,7 @@ class SummaryRequest(_Body):
     length: Literal["short", "medium", "long"] = "medium"
     focus: str | None = Field(default=None, max_length=2000)
     language: str | None = Field(default=None, max_length=100)
+    quotes: int = Field(default=0, ge=0, le=50)  # how many are asked for
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(default=0.0, ge=0, le=2)

@@ -7,6 +7,7 @@ _LENGTHS = {
     "medium": ("in one or two paragraphs", 400),
     "long": ("in detail, section by section", 1200),
 }
+_TOKENS_PER_QUOTE = 80
 # Long greedy text of small models repeats itself without.
 _REPETITION_PENALTY = 1.1
 
@@ -18,6 +19,12 @@ def summary_prompt(request: SummaryRequest) -> str:
     if request.focus:
         sentences.append(f"Focus on {request.focus}.")
     sentences.append("Use only what the document says.")
+    if request.quotes:
+        asked = "one passage" if request.quotes == 1 else f"up to {request.quotes} passages"
+        sentences.append(
+            f"Then quote {asked} of the document that the summary rests on, word for word, each on a line of its own "
+            "that begins with '> '."
+        )
     if request.language:
         sentences.append(f"Write in {request.language}.")
     return " ".join(sentences)
@@ -35,6 +42,6 @@ def summary_chat(request: SummaryRequest, *, model: str, file_id: str) -> ChatRe
             "temperature": request.temperature,
             "repetition_penalty": _REPETITION_PENALTY,
             "seed": request.seed,
-            "max_tokens": request.max_tokens or _LENGTHS[request.length][1],
+            "max_tokens": request.max_tokens or _LENGTHS[request.length][1] + _TOKENS_PER_QUOTE * request.quotes,
         }
     )

@@ -1,6 +1,7 @@
 """From words back to their place: which file, page, line and tokens a passage of a document stands in.
 
-    locate(folder, text) → list[Place]      exact match first, then one that forgives white space, quotes and page marks
+    locate(folder, text) → list[Place]      exact match first, then one that forgives white space, quotes and page
+                                            marks, last one that forgives hyphens at line ends too
     cite(folder, answer_text) → list[Citation]    quoted and code-like spans of an answer that stand in the document
     verify_quote(folder, quote) → Place | None    for quotes that a summary claims to have taken from it
 
@@ -13,7 +14,7 @@ import mmap
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,17 @@ MAX_QUOTE_CHARS = 4000
 MAX_CANDIDATES = 200
 MIN_QUOTE_CHARS = 8
 MIN_SENTENCE_WORDS = 7
+# What an ellipsis in a quote may leave out; parts further apart are no longer one passage.
+MAX_ELISION_TOKENS = 1000
+MIN_PART_CHARS = 8
+QUOTATION_MARKS = " \t\n\"“”„«»'‘’"
 
 # Between two words of a passage: white space, or what stands between pages.
 GAP = rb"(?:\s|\xc2\xa0|\[(?:page|slide|sheet|chapter) [^\]\n]{1,200}\]\n)+"
+# Within a word: a soft hyphen, or a hyphen at a line's end.
+BREAK = rb"(?:\xc2\xad|(?:-|\xe2\x80\x90)[ \t]*\r?\n\s*)?"
+BROKEN_WORD = re.compile(r"(?<=\w)[-\u2010\u00ad]\s*(?=\w)")
+MAYBE_BROKEN = "\0"
 ALIKE = {
     **dict.fromkeys("'\u2018\u2019\u201a\u2032", "['\u2018\u2019\u201a\u2032]"),
     **dict.fromkeys('"\u201c\u201d\u201e\u2033', '["\u201c\u201d\u201e\u2033]'),
@@ -93,13 +102,19 @@ class DocumentIndex:
                 else b""
             )
 
-    def find(self, text: str, *, limit: int = 20) -> list[Place]:
-        """Places of `text`, at most `limit`, in document order; those inside files only."""
-        text = text.strip()[:MAX_QUOTE_CHARS]
+    def find(self, text: str, *, limit: int = 20, broken_words: bool = True) -> list[Place]:
+        """Places of `text`, at most `limit`, in document order; those inside files only.
+
+        `broken_words` forgives hyphens at line ends, in the text or the document: the slowest of the searches.
+        """
+        text = text.strip()[:MAX_QUOTE_CHARS].replace(MAYBE_BROKEN, "")
         if not text:
             return []
-        exact = self._places(self._exact(text.encode("utf-8", "replace")), limit)
-        return exact or self._places(self._forgiving(text), limit)
+        found = self._places(self._exact(text.encode("utf-8", "replace")), limit)
+        found = found or self._places(self._forgiving(text), limit)
+        if not found and broken_words:
+            found = self._places(self._unbroken(text), limit)
+        return found
 
     def _exact(self, needle: bytes) -> Iterator[tuple[int, int]]:
         at = self._text.find(needle)
@@ -109,6 +124,11 @@ class DocumentIndex:
 
     def _forgiving(self, text: str) -> Iterator[tuple[int, int]]:
         words = [_forgiving_word(word) for word in text.split()]
+        for found in re.finditer(GAP.join(words), self._text):
+            yield found.start(), found.end()
+
+    def _unbroken(self, text: str) -> Iterator[tuple[int, int]]:
+        words = [_unbroken_word(word) for word in BROKEN_WORD.sub(MAYBE_BROKEN, text).split()]
         for found in re.finditer(GAP.join(words), self._text):
             yield found.start(), found.end()
 
@@ -145,7 +165,18 @@ def _sections(manifest: dict[str, Any]) -> Iterator[_Section]:
 
 
 def _forgiving_word(word: str) -> bytes:
-    return "".join(ALIKE_GROUPS.get(c) or re.escape(c) for c in word).encode("utf-8", "replace")
+    return b"".join(map(_forgiving_char, word))
+
+
+def _forgiving_char(char: str) -> bytes:
+    return (ALIKE_GROUPS.get(char) or re.escape(char)).encode("utf-8", "replace")
+
+
+def _unbroken_word(word: str) -> bytes:
+    """A word that may be broken between any two characters. Never two runs of white space in a row, which would take
+    quadratic time."""
+    parts = (BREAK.join(map(_forgiving_char, part)) for part in word.split(MAYBE_BROKEN))
+    return rb"(?:-|\xe2\x80\x90|\xc2\xad)?\s*".join(parts)
 
 
 # As alternations of whole characters: a class of bytes would match half of one.
@@ -168,17 +199,27 @@ def locate(folder: Path, text: str, *, limit: int = 20) -> list[Place]:
 
 
 def verify_quote(folder: Path, quote: str) -> Place | None:
-    """The first place of a quote, None if it isn't there. Ellipses split it: all parts must stand, in order."""
+    """The first place of a quote, None if it isn't there.
+
+    Ellipses split it: all parts must stand in one file, in order, not more than MAX_ELISION_TOKENS apart, and none may
+    be so short that it stands anywhere.
+    """
     index = open_index(folder)
-    parts = [p.strip() for p in re.split(r"\s*(?:\[?\.{3,}\]?|\[?…\]?)\s*", quote.strip(" \t\n\"“”„«»'")) if p.strip()]
-    places: list[Place] = []
-    for part in parts:
-        after = places[-1].token_start if places else -1
-        found = next((p for p in index.find(part, limit=50) if p.token_start >= after), None)
-        if found is None:
-            return None
-        places.append(found)
-    return places[0] if places else None
+    parts = [p for p in re.split(r"\s*(?:\[?\.{3,}\]?|\[?…\]?)\s*", quote.strip(QUOTATION_MARKS)) if p.strip()]
+    if not parts or (len(parts) > 1 and min(len(part.strip()) for part in parts) < MIN_PART_CHARS):
+        return None
+    first, *rest = (index.find(part, limit=MAX_CANDIDATES) for part in parts)
+    for start in first:
+        last: Place | None = start
+        for places in rest:
+            last = next((p for p in places if last is not None and _goes_on(last, p)), None)
+        if last is not None:
+            return replace(start, token_end=max(start.token_end, last.token_end))
+    return None
+
+
+def _goes_on(before: Place, behind: Place) -> bool:
+    return behind.file == before.file and 0 <= behind.token_start - before.token_end + 1 <= MAX_ELISION_TOKENS
 
 
 def cite(folder: Path, answer_text: str) -> list[Citation]:
@@ -193,7 +234,7 @@ def cite(folder: Path, answer_text: str) -> list[Citation]:
         tried += 1
         if tried > MAX_CANDIDATES:
             break
-        places = index.find(quote, limit=1)
+        places = index.find(quote, limit=1, broken_words=False)
         if places:
             out.append(Citation(start, end, quote, places[0]))
     return sorted(out, key=lambda c: c.start)

@@ -140,12 +140,14 @@ async def summarize(any_id: str, request: Request, body: JsonDep, services: Serv
             "model": completion["model"],
             "summary": choice["message"]["content"],
             "finish_reason": choice["finish_reason"],
+            "quotes": completion["foreword"].pop("quotes"),
+            "quotes_dropped": completion["foreword"].pop("quotes_dropped"),
             "annotations": choice["message"]["annotations"],
             "usage": completion["usage"],
             "foreword": completion["foreword"],
         }
 
-    return await respond(request, services, tenant, chat, shape=shape)
+    return await respond(request, services, tenant, chat, shape=shape, check_quotes=True)
 
 
 @router.get("/{any_id}/locate")

@@ -55,6 +55,49 @@ def test_quotes_are_verified(document: Document) -> None:
     assert verify_quote(document.folder, "The tenant shall not pay") is None
 
 
+def test_a_quote_with_an_ellipsis_is_one_passage(read: Read) -> None:
+    filler = "Nothing of this matters here. " * 400
+    document = read(
+        {
+            "a.txt": f"The tenant shall insure the premises.\n{filler}\nThe landlord pays all taxes.\n",
+            "b.txt": "He leaves.\n",
+        },
+        kind="bundle",
+    )
+    near = verify_quote(document.folder, "tenant shall insure \u2026 Nothing of this matters")
+    assert near is not None
+    assert document.slice(near.token_start, near.token_end).strip().startswith("tenant shall insure the premises.")
+    assert verify_quote(document.folder, "tenant shall insure ... landlord pays all taxes") is None  # too far apart
+    assert verify_quote(document.folder, "landlord pays all taxes ... He leaves") is None  # another file
+    assert verify_quote(document.folder, "The ... landlord pays all taxes") is None  # a word that stands anywhere
+
+
+def test_words_broken_by_hyphens_are_found(read: Read) -> None:
+    document = read(
+        {"a.txt": "It bears the full respon-\n  sibility, a well-\nknown one, co\u00adoperates.\n"}, kind="bundle"
+    )
+    for quote in (
+        "full responsibility",
+        "full respon-\nsibility",
+        "full respon- sibility",
+        "a well-known one",
+        "one, cooperates",
+    ):
+        place = verify_quote(document.folder, quote)
+        assert place is not None, quote
+    assert [p.line for p in locate(document.folder, "responsibility")] == [1]
+    assert verify_quote(document.folder, "full response") is None
+
+
+@pytest.mark.parametrize("text", ["a-\n" + " " * 300_000 + "b ", "a" * 300_000, "a-\n" * 100_000, "[page 1" * 50_000])
+def test_a_hostile_document_does_not_slow_the_search_down(read: Read, text: str) -> None:
+    document = read({"a.txt": text}, kind="bundle")
+    started = time.perf_counter()
+    assert verify_quote(document.folder, "a" * 60 + "- x y") is None
+    assert verify_quote(document.folder, "a x y z") is None
+    assert time.perf_counter() - started < 3
+
+
 def test_answers_are_cited(document: Document) -> None:
     answer = 'The lease says \u201cshall pay the base rent monthly\u201d. See `start_server(port)` and "never said this phrase"; os.getpid() too.'
     citations = cite(document.folder, answer)

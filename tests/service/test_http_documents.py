@@ -270,6 +270,69 @@ def test_streamed_summary(client: OpenAI, http: httpx.Client) -> None:
     assert text == "Answer about 1 documents"
 
 
+CONTRACT = """1. The tenant shall pay the base rent monthly,
+and bears the full respon-
+sibility for repairs of the \u201cPremises\u201d.
+2. Notice must be given in writing.
+"""
+QUOTING = [
+    "The tenant pays: \u201cshall pay   the base rent monthly\u201d, and \u201cmay end the lease",
+    ' at any time\u201d. Of the "Premises" it "bears the full responsibility for repairs".\n\n> Notice must be',
+    " given in writ",
+    "ing.\n> Notice may be given by word of mouth.\n",
+]
+QUOTING_SHOWN = (
+    'The tenant pays: \u201cshall pay   the base rent monthly\u201d, and [\u2026]. Of the "Premises" it'
+    ' "bears the full responsibility for repairs".\n\n> Notice must be given in writing.\n'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_summary_quotes_only_what_stands_in_the_document(
+    client: OpenAI, server: Server, http: httpx.Client, stream: bool
+) -> None:
+    file_id = upload(client, CONTRACT)
+    server.worker.words = QUOTING
+    before = _quotes_counted(http)
+    try:
+        answer = http.post(f"/v1/documents/{file_id}/summary", json={"quotes": 3, "stream": stream})
+    finally:
+        server.worker.words = []
+    if stream:
+        chunks = [json.loads(e["data"]) for e in sse(iter(answer.text.splitlines())) if e["data"] != "[DONE]"]
+        shown = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        told = chunks[-1]["foreword"]
+    else:
+        told = answer.json()
+        shown = told["summary"]
+        assert told["foreword"].keys() == {"ttft_s", "cache_state", "density", "recall"}
+    assert shown == QUOTING_SHOWN
+    assert told["quotes_dropped"] == 2
+    assert [(quote["quote"], quote["line"]) for quote in told["quotes"]] == [
+        ("shall pay   the base rent monthly", 1),
+        ("bears the full responsibility for repairs", 2),
+        ("Notice must be given in writing", 4),
+    ]
+    for quote in told["quotes"]:
+        assert (quote["file_id"], quote["filename"], quote["page"]) == (file_id, "doc.txt", None)
+        assert shown[quote["start_index"] : quote["end_index"]] == quote["quote"]
+        # The fake's documents have one token a byte.
+        stands = CONTRACT.encode()[quote["token_start"] : quote["token_end"]].decode()
+        assert stands.split()[0] == quote["quote"].split()[0]
+        assert stands.split()[-1].rstrip(".") == quote["quote"].split()[-1]
+    assert _quotes_counted(http) == {"verified": before["verified"] + 3, "dropped": before["dropped"] + 2}
+    question = server.model.prompts.tokenizer.decode(server.worker.answered[-1]["question"])
+    assert "up to 3 passages" in question
+
+
+def _quotes_counted(http: httpx.Client) -> dict[str, float]:
+    out = {"verified": 0.0, "dropped": 0.0}
+    for line in http.get("/metrics").text.splitlines():
+        if line.startswith("foreword_summary_quotes_total{"):
+            out[line.split('"')[1]] = float(line.rpartition(" ")[2])
+    return out
+
+
 def test_verify(client: OpenAI, http: httpx.Client) -> None:
     file_id = upload(client, "check me")
     report = http.post(f"/v1/documents/{file_id}/verify").json()
