@@ -12,7 +12,7 @@ from pathlib import Path
 from service.locks import exclusive
 from service.queue.base import QueueUnavailable
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_TIMEOUT_S = 30.0
 
 _SCHEMA = """
@@ -140,8 +140,47 @@ CREATE TABLE garbage (
 );
 """
 
+# Made in version 3, by migration too.
+_SERVICE_TABLES = """
+-- Which documents an answer is about: what it said goes with them.
+CREATE TABLE job_documents (
+    job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    document_id TEXT NOT NULL,
+    PRIMARY KEY (document_id, job_id)
+) WITHOUT ROWID;
+CREATE INDEX job_documents_job ON job_documents (job_id);
+
+CREATE TABLE objects (
+    kind TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    data TEXT NOT NULL,
+    version INTEGER NOT NULL DEFAULT 1,
+    created_at REAL NOT NULL,
+    due_at REAL,
+    PRIMARY KEY (kind, tenant, id)
+) WITHOUT ROWID;
+CREATE INDEX objects_created ON objects (kind, tenant, created_at, id);
+CREATE INDEX objects_due ON objects (kind, due_at) WHERE due_at IS NOT NULL;
+
+-- Token buckets: what was left of one, and when.
+CREATE TABLE buckets (
+    name TEXT PRIMARY KEY,
+    level REAL NOT NULL,
+    at REAL NOT NULL
+) WITHOUT ROWID;
+
+-- What runs at once under a limit; a slot that nobody renews is free again.
+CREATE TABLE slots (
+    name TEXT NOT NULL,
+    slot TEXT NOT NULL,
+    until REAL NOT NULL,
+    PRIMARY KEY (name, slot)
+) WITHOUT ROWID;
+"""
+
 # Version → what makes the next one of it.
-_MIGRATIONS = {1: "ALTER TABLE prefills ADD COLUMN segments TEXT;"}
+_MIGRATIONS = {1: "ALTER TABLE prefills ADD COLUMN segments TEXT;", 2: _SERVICE_TABLES}
 
 
 def database_path(data_dir: Path) -> Path:
@@ -244,7 +283,9 @@ class Database:
             )
         if version == 0:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {_SCHEMA} {_SERVICE_TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+            )
         elif version < SCHEMA_VERSION:
             steps = " ".join(_MIGRATIONS[old] for old in range(version, SCHEMA_VERSION))
             connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")

@@ -98,7 +98,10 @@ class Documents(Protocol):
 
     def delete_file(self, tenant: str, file_id: str) -> DocumentRecord | None:
         """Remove the handle. Returns the document if this was its last handle (its record and prefills are then
-        gone too; the caller removes folder and KV). Raises UnknownRecord."""
+        gone too; the caller removes folder and KV). Raises UnknownRecord.
+
+        Answers about a document that goes are scrubbed in the same step (`Queue.scrub`): running ones end `cancelled`
+        with the error `document_deleted`."""
         ...
 
     def document(self, document_id: str) -> DocumentRecord: ...
@@ -122,8 +125,8 @@ class Documents(Protocol):
 
     def expired_files(self, now: float) -> Sequence[FileRecord]: ...
 
-    def uploaded_bytes(self) -> int:
-        """Bytes of all uploads that a handle still names: what the upload cap is held against."""
+    def uploaded_bytes(self, tenant: str | None = None) -> int:
+        """Bytes of all uploads that a handle still names (of one tenant): what caps and quotas are held against."""
         ...
 
     def close(self) -> None: ...

@@ -149,5 +149,15 @@ def follow_job(
         )
 
 
+def reopen_files(connection: sqlite3.Connection, job_id: str) -> None:
+    """Handles whose ingest or prefill ended in this job's failure wait again."""
+    connection.execute(
+        "UPDATE files SET status = 'uploaded', status_details = NULL, error = NULL WHERE status = 'error' AND ("
+        "ingest_job = :job AND document_id IS NULL OR EXISTS (SELECT 1 FROM prefills WHERE prefills.job_id = :job "
+        "AND prefills.document_id = files.document_id AND prefills.fidelity = files.fidelity))",
+        {"job": job_id},
+    )
+
+
 def _message(error: str | None) -> str | None:
     return None if error is None else json.loads(error).get("message")

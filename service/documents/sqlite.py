@@ -77,7 +77,7 @@ class SqliteDocuments:
     def delete_file(self, tenant: str, file_id: str) -> DocumentRecord | None:
         """Remove the handle, and with a document's last one the document, its prefills and the jobs that make them.
 
-        With the last of a fidelity, the work for that ends.
+        With the last of a fidelity, the work for that ends; with the document, answers about it are scrubbed.
 
         The bytes become garbage, which `collect` hands out. Returns the document if it went too. Raises UnknownRecord.
         """
@@ -87,7 +87,7 @@ class SqliteDocuments:
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
             _discard(connection, "upload", [file_id])
             if record.ingest_job is not None:
-                _cancel(connection, record.ingest_job, now)
+                _scrub(connection, record.ingest_job, now)
             if record.document_id is None:
                 return None
             if others := _handles(connection, record.document_id):
@@ -120,10 +120,10 @@ class SqliteDocuments:
             rows = connection.execute("SELECT * FROM files WHERE expires_at <= ?", (now,)).fetchall()
         return [decode(row, FileRecord) for row in rows]
 
-    def uploaded_bytes(self) -> int:
-        """Bytes of all uploads that a handle still names: what the upload cap is held against."""
+    def uploaded_bytes(self, tenant: str | None = None) -> int:
+        query = "SELECT coalesce(sum(size_bytes), 0) FROM files WHERE ?1 IS NULL OR tenant = ?1"
         with self._database.read() as connection:
-            (total,) = connection.execute("SELECT coalesce(sum(size_bytes), 0) FROM files").fetchone()
+            (total,) = connection.execute(query, (tenant,)).fetchone()
         return int(total)
 
     def share_holder(self, holder: str, document_ids: Sequence[str]) -> None:
@@ -206,6 +206,7 @@ def _delete_document(connection: Connection, document_id: str, now: float) -> Do
     _discard(connection, "holder", [row["id"] for row in prefills] + [row["holder"] for row in shared])
     connection.executemany("DELETE FROM shared_holders WHERE holder = ?", [(row["holder"],) for row in shared])
     connection.execute("DELETE FROM documents WHERE id = ?", (document_id,))
+    jobs.scrub_document(connection, document_id, now)
     return document
 
 
@@ -216,8 +217,17 @@ def _cancel_prefill(connection: Connection, prefill_id: str, now: float) -> None
 
 
 def _cancel(connection: Connection, job_id: str, now: float) -> None:
-    if connection.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is not None:
+    if _is_known(connection, job_id):
         jobs.cancel(connection, job_id, now)
+
+
+def _scrub(connection: Connection, job_id: str, now: float) -> None:
+    if _is_known(connection, job_id):
+        jobs.scrub(connection, job_id, now)
+
+
+def _is_known(connection: Connection, job_id: str) -> bool:
+    return connection.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is not None
 
 
 def _discard(connection: Connection, kind: str, names: Sequence[str]) -> None:

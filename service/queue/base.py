@@ -32,6 +32,10 @@ class UnknownJob(QueueError):
     """No job has this id."""
 
 
+class NotRequeued(QueueError):
+    """Only a job that failed or is dead can be queued again, and only while no other does the same work."""
+
+
 @dataclass(frozen=True)
 class NewJob:
     kind: JobKind
@@ -62,6 +66,18 @@ class Job:
     started_at: float | None
     finished_at: float | None
     cancel_requested: bool
+    worker: str | None = None  # who runs it now
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The unfinished jobs of one kind and tenant."""
+
+    kind: JobKind
+    tenant: str
+    queued: int
+    running: int
+    oldest_queued_age_s: float
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,7 @@ class Effects:
 
 
 NO_EFFECTS = Effects()
+SCRUBBED: Json = {"scrubbed": True}
 
 
 class Queue(Protocol):
@@ -171,5 +188,27 @@ class Queue(Protocol):
     def counts(self) -> Mapping[JobState, int]: ...
 
     def oldest_queued_age_s(self) -> float: ...
+
+    def lanes(self) -> Sequence[Lane]:
+        """Who waits for what; only lanes that have unfinished jobs."""
+        ...
+
+    def jobs(self, state: JobState, *, limit: int) -> Sequence[Job]:
+        """Newest first: by their end, or by their creation where they haven't ended."""
+        ...
+
+    def requeue(self, job_id: str) -> Job:
+        """A failed or dead job begins anew, its attempts uncounted; its records wait for it again, files included.
+
+        Raises UnknownJob, NotRequeued.
+        """
+        ...
+
+    def scrub(self, job_id: str) -> None:
+        """Forget what a job was asked and what it said: payload and result become SCRUBBED, tokens lose their text.
+
+        An unfinished job is cancelled first. Nothing happens where the job is gone.
+        """
+        ...
 
     def close(self) -> None: ...

@@ -5,8 +5,19 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from sqlite3 import Connection, Row
 
-from service.documents.records import apply_changes, derive_status, follow_job
-from service.queue.base import Effects, Event, Job, JobState, Json, LeaseLost, NewJob, UnknownJob
+from service.documents.records import apply_changes, derive_status, follow_job, reopen_files
+from service.queue.base import (
+    SCRUBBED,
+    Effects,
+    Event,
+    Job,
+    JobState,
+    Json,
+    LeaseLost,
+    NewJob,
+    NotRequeued,
+    UnknownJob,
+)
 from service.queue.fairness import choose
 
 AGEING_S = 30.0  # so long a wait is worth one step of priority
@@ -30,6 +41,7 @@ def decode(row: Row) -> Job:
         started_at=row["started_at"],
         finished_at=row["finished_at"],
         cancel_requested=bool(row["cancel_requested"]),
+        worker=row["worker"],
     )
 
 
@@ -119,6 +131,11 @@ def _insert(connection: Connection, job: NewJob, now: float) -> tuple[str, bool]
             now,
         ),
     )
+    if job.kind == "answer":
+        connection.executemany(
+            "INSERT OR IGNORE INTO job_documents (job_id, document_id) VALUES (?, ?)",
+            [(job_id, document_id) for document_id in job.payload.get("documents", [])],
+        )
     follow_job(connection, job_id, job.single_flight if job.kind == "prefill" else None, "queued", None)
     append_events(connection, job_id, [("state", {"state": "queued", "attempt": 0})])
     return job_id, True
@@ -250,3 +267,52 @@ def append_events(connection: Connection, job_id: str, events: Iterable[tuple[st
     rows = [(job_id, seq, kind, encode(data)) for seq, (kind, data) in enumerate(events, last + 1)]
     connection.executemany("INSERT INTO events (job_id, seq, type, data) VALUES (?, ?, ?, ?)", rows)
     connection.execute("UPDATE jobs SET last_seq = ? WHERE id = ?", (last + len(rows), job_id))
+
+
+def begin_anew(connection: Connection, job_id: str) -> None:
+    """A failed or dead job back into the queue. Raises UnknownJob, NotRequeued."""
+    row = fetch(connection, job_id)
+    if row["state"] not in ("failed", "dead"):
+        raise NotRequeued(f"job {job_id} is {row['state']}: 'failed' or 'dead' is expected")
+    if row["payload"] == encode(SCRUBBED):
+        raise NotRequeued(f"job {job_id} was forgotten: its document is deleted")
+    rival = connection.execute(
+        "SELECT id FROM jobs WHERE single_flight = ? AND state IN ('queued', 'running')", (row["single_flight"],)
+    ).fetchone()
+    if rival is not None:
+        raise NotRequeued(f"job {rival['id']} does the work of {job_id} already")
+    connection.execute(
+        "UPDATE jobs SET state = 'queued', epoch = epoch + 1, attempts = 0, error = NULL, not_before = 0, "
+        "finished_at = NULL, progress = 0 WHERE id = ?",
+        (job_id,),
+    )
+    reopen_files(connection, job_id)
+    follow_job(connection, job_id, None, "queued", None)
+    append_events(connection, job_id, [("state", {"state": "queued", "attempt": 0})])
+
+
+def scrub(connection: Connection, job_id: str, now: float, *, error: Json | None = None) -> None:
+    """`error` is what an unfinished job ends with. Raises UnknownJob."""
+    row = fetch(connection, job_id)
+    if row["state"] in ("queued", "running"):
+        reason = error or {"code": "cancelled", "message": "the job was cancelled"}
+        connection.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
+        end(connection, job_id, "cancelled", now, error=reason)
+    connection.execute(
+        "UPDATE jobs SET payload = :nothing, result = CASE WHEN result IS NOT NULL THEN :nothing END WHERE id = :id",
+        {"nothing": encode(SCRUBBED), "id": job_id},
+    )
+    # A progress note names files of an archive.
+    connection.execute(
+        "UPDATE events SET data = CASE type WHEN 'token' THEN '{\"text\":\"\"}' ELSE json_remove(data, '$.note') END "
+        "WHERE job_id = ? AND type IN ('token', 'progress')",
+        (job_id,),
+    )
+
+
+def scrub_document(connection: Connection, document_id: str, now: float) -> None:
+    """Every answer about a document that is deleted."""
+    error = {"code": "document_deleted", "message": "the document was deleted while its answer was made"}
+    query = "SELECT job_id FROM job_documents WHERE document_id = ?"
+    for row in connection.execute(query, (document_id,)).fetchall():
+        scrub(connection, row["job_id"], now, error=error)

@@ -18,6 +18,7 @@ from service.queue.base import (
     JobKind,
     JobState,
     Json,
+    Lane,
     NewJob,
     UnknownJob,
     retry_delay_s,
@@ -219,6 +220,41 @@ class SqliteQueue:
         with self._database.read() as connection:
             (oldest,) = connection.execute("SELECT min(created_at) FROM jobs WHERE state = 'queued'").fetchone()
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest)
+
+    def lanes(self) -> Sequence[Lane]:
+        query = (
+            "SELECT kind, tenant, sum(state = 'queued') AS queued, sum(state = 'running') AS running, "
+            "min(CASE state WHEN 'queued' THEN created_at END) AS oldest FROM jobs "
+            "WHERE state IN ('queued', 'running') GROUP BY kind, tenant ORDER BY kind, tenant"
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(query).fetchall()
+        now = self._clock()
+
+        def age_s(row: Row) -> float:
+            return 0.0 if row["oldest"] is None else max(0.0, now - row["oldest"])
+
+        return [Lane(row["kind"], row["tenant"], row["queued"], row["running"], age_s(row)) for row in rows]
+
+    def jobs(self, state: JobState, *, limit: int) -> Sequence[Job]:
+        query = "SELECT * FROM jobs WHERE state = ? ORDER BY coalesce(finished_at, created_at) DESC, id LIMIT ?"
+        with self._database.read() as connection:
+            return [jobs.decode(row) for row in connection.execute(query, (state, limit))]
+
+    def requeue(self, job_id: str) -> Job:
+        with self._database.write(durable=True) as connection:
+            jobs.begin_anew(connection, job_id)
+            job = jobs.decode(jobs.fetch(connection, job_id))
+        self._announce_jobs([job_id])
+        return job
+
+    def scrub(self, job_id: str) -> None:
+        try:
+            with self._database.write(durable=True) as connection:
+                jobs.scrub(connection, job_id, self._clock())
+        except UnknownJob:
+            return
+        self._announcer.announce(EVENTS, job_id)
 
     def close(self) -> None:
         with self._listeners_lock:

@@ -14,7 +14,18 @@ from typing import Any, Protocol
 import pytest
 
 from service.documents.base import Documents
-from service.queue.base import Effects, Job, LeaseLost, NewJob, Queue, RecordChange, UnknownJob, retry_delay_s
+from service.queue.base import (
+    SCRUBBED,
+    Effects,
+    Job,
+    LeaseLost,
+    NewJob,
+    NotRequeued,
+    Queue,
+    RecordChange,
+    UnknownJob,
+    retry_delay_s,
+)
 
 LEASE_S = 10.0
 processes = multiprocessing.get_context("spawn")
@@ -427,6 +438,112 @@ class QueueContract:
         self.claim(queue)
         assert queue.oldest_queued_age_s() == pytest.approx(0)
 
+    # --- administration ----------------------------------------------------------------------------------------
+
+    def test_lanes_say_who_waits_for_what(self, queue: Queue, clock: Clock) -> None:
+        for tenant in ("a", "a", "b"):
+            queue.put(NewJob("prefill", tenant, {}))
+            clock.now += 10
+        queue.put(NewJob("answer", "a", {}))
+        queue.finish(self.claim(queue), {})
+        running = self.claim(queue, "prefill")
+        assert (running.tenant, running.worker, queue.get(running.id).worker) == ("a", "w", "w")
+        lanes = {(lane.kind, lane.tenant): lane for lane in queue.lanes()}
+        assert lanes.keys() == {("prefill", "a"), ("prefill", "b")}
+        assert [(lanes["prefill", t].queued, lanes["prefill", t].running) for t in "ab"] == [(1, 1), (1, 0)]
+        assert lanes["prefill", "a"].oldest_queued_age_s == pytest.approx(20)
+        queue.finish(running, {})
+        assert queue.get(running.id).worker is None
+
+    def test_jobs_of_a_state_newest_first(self, queue: Queue, clock: Clock) -> None:
+        for name in ("one", "two", "three"):
+            queue.put(NewJob("answer", "t", {}, job_id=name))
+            queue.fail(self.claim(queue), {"code": "x", "message": name}, retry=False)
+            clock.now += 1
+        assert [job.id for job in queue.jobs("failed", limit=2)] == ["three", "two"]
+        assert queue.jobs("dead", limit=2) == []
+
+    def test_requeued_job_begins_anew(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {"n": 1}, job_id="job-1", max_attempts=1))
+        for refused in ("job-1", "job-none"):
+            with pytest.raises((NotRequeued, UnknownJob)):
+                queue.requeue(refused)
+        lost = self.claim(queue)
+        assert queue.fail(lost, {"code": "x", "message": "x"}, retry=True).state == "dead"
+        again = queue.requeue("job-1")
+        assert (again.state, again.attempts, again.error, again.finished_at) == ("queued", 0, None, None)
+        assert not queue.holds(lost)
+        job = self.claim(queue)
+        assert (job.attempts, job.payload) == (1, {"n": 1})
+        queue.finish(job, {"ok": True})
+        kinds = [event.data["state"] for event in queue.events("job-1") if event.type in ("state", "done")]
+        assert kinds == ["queued", "running", "dead", "queued", "running", "succeeded"]
+        with pytest.raises(NotRequeued, match="succeeded"):
+            queue.requeue("job-1")
+
+    def test_requeue_keeps_single_flight(self, queue: Queue) -> None:
+        new = NewJob("prefill", "t", {}, single_flight="doc-1:default")
+        first = queue.put(new)
+        queue.fail(self.claim(queue, "prefill"), {"code": "x", "message": "x"}, retry=False)
+        second = queue.put(new)
+        with pytest.raises(NotRequeued, match=second.id):
+            queue.requeue(first.id)
+
+    @pytest.mark.parametrize("stage", ["ingest", "prefill"])
+    def test_files_wait_again_for_a_requeued_job(self, queue: Queue, backend: Backend, stage: str) -> None:
+        documents, error = backend.documents(), {"code": "x", "message": "it broke"}
+        if stage == "ingest":
+            file = new_file("file-1", ingest_job="job-1")
+            queue.put(NewJob("ingest", "t", {}, job_id="job-1"), file)
+        else:
+            queue.put(NewJob("prefill", "t", {}, job_id="job-1", single_flight="doc-1:default"), new_document())
+        queue.fail(self.claim(queue, stage), error, retry=False)
+        assert documents.file("t", "file-1").status == "error"
+        queue.requeue("job-1")
+        file = documents.file("t", "file-1")
+        assert (file.status, file.error, file.status_details) == ("uploaded", None, None)
+        job = self.claim(queue, stage)
+        if stage == "prefill":
+            queue.finish(job, {}, Effects([RecordChange("prefills", "doc-1:default", {"state": "ready"})]))
+            assert documents.file("t", "file-1").status == "processed"
+
+    def test_scrubbed_job_says_nothing(self, queue: Queue) -> None:
+        for name in ("ended", "running"):
+            queue.put(NewJob("answer", "t", {"question": "secret"}, job_id=name))
+            job = self.claim(queue)
+            queue.emit(job, [("token", {"text": "secret"})])
+            if name == "ended":
+                queue.finish(job, {"text": "secret"})
+        for name in ("ended", "running", "unknown"):
+            queue.scrub(name)
+            queue.scrub(name)
+        for name, state in (("ended", "succeeded"), ("running", "cancelled")):
+            job = queue.get(name)
+            assert (job.state, job.payload) == (state, SCRUBBED)
+            assert job.result in (None, SCRUBBED)
+            assert "secret" not in repr(queue.events(name))
+            assert [event.seq for event in queue.events(name)] == [1, 2, 3, 4]
+
+    def test_a_deleted_documents_answers_say_nothing(self, queue: Queue, backend: Backend) -> None:
+        queue.put(NewJob("prefill", "t", {}, single_flight="doc-1:default"), new_document())
+        for name in ("ended", "running", "waiting"):
+            documents = ["doc-0", "doc-1"] if name == "ended" else ["doc-1"]
+            queue.put(NewJob("answer", "t", {"documents": documents, "question": [1]}, priority=9, job_id=name))
+            if name != "waiting":
+                job = self.claim(queue)
+                queue.emit(job, [("token", {"text": "secret"})])
+            if name == "ended":
+                queue.finish(job, {"text": "secret"})
+        queue.put(NewJob("answer", "t", {"documents": ["doc-2"], "question": [2]}, job_id="other"))
+        assert backend.documents().delete_file("t", "file-1") is not None
+        for name in ("ended", "running", "waiting"):
+            assert "secret" not in repr(queue.events(name)) + repr(queue.get(name))
+            assert queue.get(name).payload == SCRUBBED
+        for name in ("running", "waiting"):
+            done = queue.events(name)[-1].data
+            assert (done["state"], done["error"]["code"]) == ("cancelled", "document_deleted")
+        assert queue.get("other").payload == {"documents": ["doc-2"], "question": [2]}
+
     # --- several processes -------------------------------------------------------------------------------------
 
     def test_wait_ends_when_a_job_is_put(self, backend: Backend) -> None:
@@ -501,6 +618,19 @@ class QueueContract:
         queue.close()
 
 
-def new_file(file_id: str) -> Effects:
+def new_file(file_id: str, **more: Any) -> Effects:
     fields = {"tenant": "t", "filename": "a.txt", "purpose": "user_data", "size_bytes": 5, "created_at": 1.0}
-    return Effects([RecordChange("files", file_id, fields)])
+    return Effects([RecordChange("files", file_id, {**fields, **more})])
+
+
+def new_document() -> Effects:
+    """doc-1 with its prefill and one handle, file-1."""
+    hashes = {"content_hash": "c", "stream_hash": "s", "tokenizer_digest": "d"}
+    document = {"tenant": "t", **hashes, "num_tokens": 5, "folder": "documents/x", "created_at": 1.0}
+    prefill = {"document_id": "doc-1", "tenant": "t", "fidelity": "default"}
+    changes = [
+        RecordChange("documents", "doc-1", document),
+        RecordChange("prefills", "doc-1:default", prefill),
+        *new_file("file-1", document_id="doc-1").changes,
+    ]
+    return Effects(changes)

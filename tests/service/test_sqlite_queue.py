@@ -69,12 +69,15 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> No
     Database(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("ALTER TABLE prefills DROP COLUMN segments")
+        for table in ("job_documents", "objects", "buckets", "slots"):
+            connection.execute(f"DROP TABLE {table}")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
     database = Database(path)
     with database.read() as connection:
         assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
         assert "segments" in [row["name"] for row in connection.execute("PRAGMA table_info(prefills)")]
+        assert connection.execute("SELECT * FROM objects").fetchall() == []
     database.close()
     Database(path).close()
 
