@@ -5,6 +5,7 @@ missing=""
 python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv"
 command -v git >/dev/null || missing="$missing git"
 command -v tesseract >/dev/null || missing="$missing tesseract-ocr"
+command -v redis-server >/dev/null || missing="$missing redis-server"
 [ -z "$missing" ] && exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     echo "missing:$missing; install them to have everything (Debian: apt-get install$missing)" >&2
