@@ -6,6 +6,7 @@ collect (sources → entries) → judge (what is left out) → order → read (e
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -16,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from service.ingest import sandbox
+from service.ingest import landlock, sandbox
 from service.ingest.assemble import Assembler
-from service.ingest.base import MIB, IngestError, IngestLimits, IngestOptions, Source
+from service.ingest.base import IngestError, IngestLimits, IngestOptions, Source
 from service.ingest.collect import Attachment, Collection, Collector, OpenedMail
 from service.ingest.names import display_name
 from service.ingest.ocr import Ocr
@@ -29,6 +30,7 @@ from service.ingest.spool import Entry, Spool
 from service.ingest.stream import TokenStream
 from service.ingest.token_bytes import TextTokenizer
 
+TOOLS = ("git", "tesseract", "soffice")
 COLLECT_SHARE = 0.2  # of the progress
 PROGRESS_EVERY_S = 0.2
 MAX_IGNORED_TOLD = 1000
@@ -92,12 +94,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     progress = Progress()
     ocr = Ocr.find() if options.ocr == "auto" else None
     spool = Spool(scratch / "spool")
-    pool = ParserPool(limits.workers, scratch)
+    pool = ParserPool(limits.workers, documents=spool.folder, scratch=scratch / "parsed")
+    pool.scratch.mkdir()
     try:
         sources = [Source(Path(s["path"]), s["filename"]) for s in request["sources"]]
-        collector = Collector(spool, limits, options, _mail_opener(pool, scratch), lambda f, note: progress(f, note))
+        collector = Collector(spool, limits, options, _mail_opener(pool), lambda f, note: progress(f, note))
         collection = collector.collect(sources, request["kind"])
-        reader = Reader(collection.kind, spool, pool, limits, options, scratch, ocr)
+        reader = Reader(collection.kind, spool, pool, limits, options, ocr)
         entries = collection.entries
         for entry in entries:
             reader.judge(entry)
@@ -205,9 +208,9 @@ _MEANINGS = {
 }
 
 
-def _mail_opener(pool: ParserPool, scratch: Path) -> "Any":
+def _mail_opener(pool: ParserPool) -> "Any":
     def open_mail(file: Path, name: str) -> OpenedMail:
-        request = {"file": str(file), "name": name, "format": "mail", "scratch": str(scratch), "options": {}}
+        request = {"file": str(file), "name": name, "format": "mail", "scratch": str(pool.scratch), "options": {}}
         mail = OpenedMail("")
         parts: list[str] = []
         for message in pool.submit(request):
@@ -221,6 +224,13 @@ def _mail_opener(pool: ParserPool, scratch: Path) -> "Any":
         return mail
 
     return open_mail
+
+
+def _inputs(request: dict[str, Any]) -> list[Path]:
+    """What this process may read beside its libraries."""
+    files = [*(source["path"] for source in request["sources"]), request["tokenizer_file"], request["base_manifest"]]
+    tools = [found for tool in TOOLS if (found := shutil.which(tool))]
+    return [*(Path(file) for file in files if file), *landlock.programs(tools)]
 
 
 def _end_with_parent() -> None:
@@ -251,10 +261,12 @@ def main() -> None:
     request = json.loads(_first_line())
     limits = request["limits"]
     sandbox.apply(
-        memory_bytes=max(limits["memory_bytes"], 1024 * MIB),
+        memory_bytes=limits["memory_bytes"],
         cpu_s=limits["timeout_s"] * 64,
         file_bytes=2 * limits["max_unpacked_bytes"],
         may_execute=True,
+        read=_inputs(request),
+        write=[Path(request["scratch"])],
     )
     _end_with_parent()
     try:

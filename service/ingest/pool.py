@@ -70,10 +70,11 @@ class ParseTask:
 
 
 class ParserPool:
-    """At most `workers` parser processes, started when the first document comes."""
+    """At most `workers` parser processes, started when the first document comes. They can read what is below
+    `documents` and write below `scratch`, where the kernel can hold them to it."""
 
-    def __init__(self, workers: int, scratch: Path) -> None:
-        self._workers, self._scratch = workers, scratch
+    def __init__(self, workers: int, *, documents: Path, scratch: Path) -> None:
+        self._workers, self._documents, self.scratch = workers, documents, scratch
         self._jobs: list[_Part] = []  # a heap
         self._submitted = 0
         self._ready = threading.Condition()
@@ -117,7 +118,7 @@ class ParserPool:
             if part.task.abandoned:
                 continue
             if parser is None or not parser.alive():
-                parser = _Parser(self._scratch)
+                parser = _Parser(self._documents, self.scratch)
                 self._processes.add(parser)
             if not self._run(parser, part):
                 self._processes.discard(parser)
@@ -171,9 +172,9 @@ class _ParserGone(Exception):
 class _Parser:
     """One parser process and the pipe to it."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, documents: Path, scratch: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-s", "-m", "service.ingest.parsers"],
+            [sys.executable, "-s", "-m", "service.ingest.parsers", str(documents), str(scratch)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -12,10 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from service.ingest import landlock
 from service.ingest.base import KINDS, IngestError, IngestLimits, IngestOptions, IngestSummary, Kind, Source
+
+log = logging.getLogger(__name__)
 
 PUBLISHED = ("document.txt", "tokens.npy", "offsets.npy", "manifest.json")  # the manifest last: it says "complete"
 
@@ -45,6 +50,7 @@ def ingest(
         if not source.path.exists():
             raise IngestError("not_found", f"there is no file or directory {str(source.path)!r}")
     limits, options = limits or IngestLimits(), options or IngestOptions()
+    _tell_what_is_missing()
     out_dir = out_dir.absolute()
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -62,6 +68,19 @@ def ingest(
         result = _run_child(request, scratch, limits, progress or _silent)
         _publish(scratch / "out", out_dir)
     return IngestSummary(seconds=round(time.monotonic() - started, 3), **result)
+
+
+# How Python, Rust, C++ and the thread library say that there is no memory left.
+OUT_OF_MEMORY = ("MemoryError", "memory allocation", "bad_alloc", "can't start new thread", "Cannot allocate memory")
+
+
+@cache
+def _tell_what_is_missing() -> None:
+    """Once a process."""
+    if not landlock.version():
+        log.warning(
+            "this kernel has no Landlock: what reads uploads isn't kept from other files that this user can read"
+        )
 
 
 def _silent(fraction: float, note: str) -> None:
@@ -146,7 +165,7 @@ def _kill_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def _crash(returncode: int, stderr: str, limits: IngestLimits) -> IngestError:
-    if "MemoryError" in stderr or "memory allocation" in stderr or "bad_alloc" in stderr:
+    if any(sign in stderr for sign in OUT_OF_MEMORY):
         return IngestError(
             "ingest_memory", f"reading needs more than the limit of {limits.memory_bytes} bytes of memory"
         )

@@ -1,7 +1,7 @@
-"""Limits on this process and everything it starts: memory, CPU, file size, no core dumps, no network.
+"""Limits on this process and everything it starts: memory, CPU, file size, no core dumps, no network, few files.
 
-The network is closed by a seccomp filter (no root needed, inherited, irrevocable); where the kernel or the machine
-doesn't offer one, `apply` says so and the resource limits stand alone.
+The network is closed by a seccomp filter, the file system by Landlock (no root needed, inherited, irrevocable); where
+the kernel or the machine doesn't offer one, `apply` says so and the others stand alone.
 """
 
 import ctypes
@@ -9,11 +9,16 @@ import errno
 import platform
 import resource
 import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from service.ingest import landlock
 
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
 AF_UNIX = 1
+NO_FAMILY = 0xFFFFFFFF
 
 # Classic BPF: (code, jump if true, jump if false, constant).
 LOAD = (
@@ -60,14 +65,31 @@ ARCHITECTURES: dict[str, tuple[int, dict[str, int]]] = {
 X32_BIT = 0x40000000
 
 
-def apply(*, memory_bytes: int, cpu_s: float, file_bytes: int, may_execute: bool) -> bool:
-    """Put the limits on this process, for good. True if the seccomp filter (no network; no exec where not
-    `may_execute`) could be set, False where only the resource limits hold."""
+def apply(
+    *,
+    memory_bytes: int,
+    cpu_s: float,
+    file_bytes: int,
+    may_execute: bool,
+    read: Iterable[Path] = (),
+    write: Iterable[Path] = (),
+) -> frozenset[str]:
+    """Put the limits on this process, for good.
+
+    Returns what could be set beside the resource limits: `seccomp` (no network; no programs where not `may_execute`)
+    and `landlock` (no files but the libraries', those below `read`, and those below `write`, where alone files can be
+    made).
+    """
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, memory_bytes)
     _lower(resource.RLIMIT_CPU, int(cpu_s) + 1)
     _lower(resource.RLIMIT_FSIZE, file_bytes)
-    return _filter_system_calls(may_execute)
+    holds = set()
+    if landlock.restrict(read=read, write=write, execute=may_execute):
+        holds.add("landlock")
+    if _filter_system_calls(may_execute):
+        holds.add("seccomp")
+    return frozenset(holds)
 
 
 def _lower(which: int, value: int) -> None:
@@ -98,7 +120,8 @@ def _filter_system_calls(may_execute: bool) -> bool:
     program += [
         (JUMP_EQUAL, 0, 3, numbers["socket"]),
         (LOAD, 0, 0, 16),  # low word of the first argument: the address family
-        (JUMP_EQUAL, 1, 0, AF_UNIX),
+        # Office converters talk to themselves over a socket in a folder of theirs; parsers talk to nobody.
+        (JUMP_EQUAL, 1, 0, AF_UNIX if may_execute else NO_FAMILY),
         (RETURN, 0, 0, REFUSE),
         (RETURN, 0, 0, ALLOW),
     ]

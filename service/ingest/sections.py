@@ -51,11 +51,10 @@ class Reader:
         pool: ParserPool,
         limits: IngestLimits,
         options: IngestOptions,
-        scratch: Path,
         ocr: Ocr | None,
     ) -> None:
         self.kind, self.spool, self.pool = kind, spool, pool
-        self.limits, self.options, self.scratch, self.ocr = limits, options, scratch, ocr
+        self.limits, self.options, self.ocr = limits, options, ocr
         self._tasks: dict[str, ParseTask] = {}
         self._ocr_pool = ThreadPoolExecutor(max(1, limits.workers), thread_name_prefix="ocr")
         self.used_ocr = False
@@ -101,7 +100,7 @@ class Reader:
             "file": str(file),
             "name": entry.path.rpartition("/")[2],
             "format": format,
-            "scratch": str(self.scratch),
+            "scratch": str(self.pool.scratch),
             "options": {"mark_deletions": self.options.mark_deletions, "header_once": self.options.header_once},
             "max_xml_bytes": self.limits.max_xml_bytes,
             "ocr": self.ocr is not None,

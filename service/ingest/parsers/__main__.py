@@ -1,4 +1,8 @@
-"""The parser process: requests on stdin, messages on stdout, until stdin closes."""
+"""The parser process: requests on stdin, messages on stdout, until stdin closes.
+
+usage: python -m service.ingest.parsers READ WRITE: the folder of its documents, and the one for what it takes out of
+them
+"""
 
 import json
 import os
@@ -34,7 +38,14 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=1 << 16)
     os.dup2(2, 1)  # a library that prints must not break the protocol
     sys.setrecursionlimit(3000)
-    sandbox.apply(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S, file_bytes=FILE_BYTES, may_execute=False)
+    sandbox.apply(
+        memory_bytes=MEMORY_BYTES,
+        cpu_s=CPU_S,
+        file_bytes=FILE_BYTES,
+        may_execute=False,
+        read=[Path(sys.argv[1])],
+        write=[Path(sys.argv[2])],
+    )
     for line in sys.stdin.buffer:
         for message in _answer(json.loads(line)):
             out.write(json.dumps(message).encode() + b"\n")
