@@ -51,6 +51,11 @@ class LocalEngine:
         self.max_positions = model.spec.max_positions
 
     @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return self._model.device.type
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         return self._model.spec.eos_ids
 

@@ -60,14 +60,15 @@ def serve(
 @app.command()
 def worker() -> None:
     """Work on the jobs of FOREWORD_DATA_DIR (`serve` starts one by itself)."""
-    from service.logs import configure_logging
+    from service.logs import configure_logging, log_uncaught
     from service.metrics_folder import join_metrics
     from service.settings import Settings
+    from service.worker import run_worker
 
     settings = Settings().resolved()
     configure_logging(settings.log_level)
+    log_uncaught()
     join_metrics(settings.data_dir)
-    from service.worker import run_worker  # imports prometheus-client, which looks for the folder then
 
     raise SystemExit(run_worker(settings))
 

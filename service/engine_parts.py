@@ -10,6 +10,7 @@ from engine.kv_store import Counters, DiskLimits, LocalKVStore
 from engine.model_folder import resolve_model
 from service.housekeeping import KVChores
 from service.metrics import Metrics
+from service.metrics_kv import TimedKVStore
 from service.served_model import ServedModel
 from service.settings import Settings
 from service.stages.context import KVHolders
@@ -27,6 +28,7 @@ class EngineParts:
     tokenizer_file: Path
     report: Callable[[], None]  # puts what only the engine knows into the metrics
     close: Callable[[], None]
+    device: str = "cpu"
 
 
 def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
@@ -38,18 +40,23 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     model = ServedModel.load(settings.model, folder)
     stores: list[LocalKVStore] = []
 
-    def open_store(layout: KVLayout) -> LocalKVStore:
+    def open_store(layout: KVLayout) -> TimedKVStore:
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
         counters = Counters(metrics.kv_counted)
         store = LocalKVStore(
             settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes, counters=counters
         )
         stores.append(store)
-        return store
+        return TimedKVStore(store, metrics)
+
+    shown: dict[str, str] = {}
 
     def report() -> None:
         for op, (path, _) in paths().items():
+            if (before := shown.get(op, path)) != path:  # it failed while it was used
+                metrics.kernel_path.labels(op, before).set(0)
             metrics.kernel_path.labels(op, path).set(1)
+            shown[op] = path
 
     engine = open_engine(
         folder,
@@ -62,4 +69,4 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         threads=settings.threads,
     )
     (store,) = stores
-    return EngineParts(engine, store, model, folder / "tokenizer.json", report, store.close)
+    return EngineParts(engine, store, model, folder / "tokenizer.json", report, store.close, engine.device)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from service.dependencies import Services, load_json
 from service.documents.base import FileRecord, UnknownRecord
 from service.errors import Conflict, InvalidRequest, NotFound, from_validation
-from service.payloads import IngestPayload
+from service.payloads import IngestPayload, origin_of
 from service.queue.base import Effects, NewJob, RecordChange
 from service.schemas import UploadOptions
 from service.uploads import Upload, clean_name
@@ -92,7 +92,7 @@ async def keep(
     payload: IngestPayload = {
         "file_id": record.id,
         "upload_seconds": now - started_at,
-        "request_id": request.state.request_id,
+        **origin_of(request.scope["state"]),
     }
 
     def write() -> None:
@@ -111,6 +111,16 @@ async def keep(
         services.queue.put(job, Effects(changes=[RecordChange("files", record.id, asdict(record))]))
 
     await services.uploads.commit(upload, write)
+    services.metrics.uploaded_bytes.inc(record.size_bytes)
+    ended_at = time.time()
+    services.metrics.stage_seconds.labels("upload").observe(max(0.0, ended_at - started_at))
+    services.traces.stage(
+        "upload",
+        request.state.traceparent,
+        started_at,
+        ended_at,
+        {"foreword.upload.bytes": record.size_bytes, "foreword.file.id": record.id},
+    )
     return record
 
 

@@ -1,86 +1,205 @@
-"""Prometheus metrics, right with several processes: each writes its own files, a scrape of any of them adds all up.
+"""Prometheus metrics, right with several processes: each counts into its own files, a scrape of any adds all up.
 
-The library decides when it is imported whether values go to files, by PROMETHEUS_MULTIPROC_DIR: whoever starts a
-process sets that before this module is imported (`service.metrics_folder`). Files outlive a kill -9 of their process.
+What is asked of queue, store and disk at a scrape is in `service.metrics_state`; docs/observe.md lists all of it.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.interfaces import PrefillResult
+from service.auth import LOCAL_TENANT
+from service.metrics_files import FolderCollector, count_into
 from service.metrics_folder import VARIABLE
-from service.queue.base import Queue
+from service.metrics_labels import CodeLabels, TenantLabels
+from service.queue.base import JOB_KINDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3.5, 5, 7.5, 10, 15, 20, 35, 60, 120, 300, 600, 1200, 3600)
 STAGE_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600)
 RATE_BUCKETS = (100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1.0)
+DENSITY_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+RECALL_BUCKETS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 1.0)
+
+STAGES = ("upload", "ingest", "queue", "prefill", "kv_store", "answer")
+CACHE_STATES = ("cold", "partial", "warm_host", "warm_disk")
+CLASSES = ("repo", "bundle", "doc", "several")
+DECISIONS = ("computed", "reused", "recomputed_damaged")
+
+Known = Iterable[tuple[str, ...]]
 
 
 class Metrics:
     """One of these a process. Names and labels are those of the dashboard."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Iterable[str] = (LOCAL_TENANT,)) -> None:
+        """`tenants`: who may have series by name (service.metrics_labels)."""
+        self._folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+        if self._folder is not None:
+            count_into(self._folder)
         self.registry = registry = CollectorRegistry()
+        self.tenant, self.code = TenantLabels(tenants), CodeLabels()
+        self.kv_waited_s = 0.0  # of this process, for all time: what waiting for stored KV has cost
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=registry)
+        # `known` label values start at 0: a rate can't see the first of a series that begins at 1.
+        def counter(name: str, text: str, *labels: str, known: Known = ()) -> Counter:
+            made = Counter(name, text, labels, registry=registry)
+            for values in known:
+                made.labels(*values)
+            return made
 
-        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str, known: Known = ()) -> Histogram:
+            made = Histogram(name, text, labels, buckets=buckets, registry=registry)
+            for values in known:
+                made.labels(*values)
+            return made
+
+        def gauge(name: str, text: str, mode: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
         self.time_to_first_token = histogram(
             "foreword_time_to_first_token_seconds",
-            "Cold: from upload complete to first token ready; warm: from request arrival",
+            "Cold and partial: from upload complete to first token ready; warm: from request arrival",
             TTFT_BUCKETS,
             "model",
             "cache_state",
         )
-        self.stage_seconds = histogram("foreword_stage_seconds", "Time in each stage", STAGE_BUCKETS, "stage")
-        self.prompt_tokens = counter("foreword_prompt_tokens", "Prompt tokens, computed or taken from KV", "source")
+        self.first_token_stages = Summary(
+            "foreword_time_to_first_token_stage_seconds",
+            "The share of each stage in the time to first token: the stages of one observation add up to it",
+            ("cache_state", "stage"),
+            registry=registry,
+        )
+        self.answer_seconds = histogram(
+            "foreword_answer_seconds", "From a question's arrival to its last token", TTFT_BUCKETS, "model"
+        )
+        self.stage_seconds = histogram(
+            "foreword_stage_seconds",
+            "Time in each stage; kv_store: waited for KV to be read (an answer) or written (a prefill)",
+            STAGE_BUCKETS,
+            "stage",
+            known=[(stage,) for stage in STAGES],
+        )
+        self.uploaded_bytes = counter("foreword_uploaded_bytes", "Bytes of uploads that were kept")
+        self.ingested_tokens = counter(
+            "foreword_ingested_tokens",
+            "Tokens of ingested documents, by class",
+            "kind",
+            known=[(kind,) for kind in CLASSES[:3]],
+        )
+        self.prompt_tokens = counter(
+            "foreword_prompt_tokens",
+            "Prompt tokens, computed or taken from KV",
+            "source",
+            known=[("computed",), ("cached",)],
+        )
         self.generated_tokens = counter("foreword_generated_tokens", "Tokens of answers")
-        self.prefills = counter("foreword_prefills", "Prefills that ended, by what was stored before", "cache_state")
+        self.prefills = counter(
+            "foreword_prefills",
+            "Prefills that ended, by what was stored before",
+            "cache_state",
+            known=[("cold",), ("partial",)],
+        )
         self.prefills_resumed = counter("foreword_prefills_resumed", "Prefills that went on from a resume point")
         self.prefill_rate = histogram(
             "foreword_prefill_tokens_per_second", "Tokens computed a second of a prefill", RATE_BUCKETS
         )
-        self.prefill_density = histogram("foreword_prefill_density", "Causal pairs kept by a prefill", SHARE_BUCKETS)
-        self.prefill_recall = histogram("foreword_prefill_recall", "Mean softmax mass kept by a prefill", SHARE_BUCKETS)
+        classes = [(kind,) for kind in CLASSES]
+        self.prefill_density = histogram(
+            "foreword_prefill_density", "Causal pairs kept by a prefill", DENSITY_BUCKETS, "kind", known=classes
+        )
+        self.prefill_recall = histogram(
+            "foreword_prefill_recall",
+            "Mean softmax mass kept by a prefill, where it was sparse",
+            RECALL_BUCKETS,
+            "kind",
+            known=classes,
+        )
+        self.below_target = counter(
+            "foreword_prefills_below_target",
+            "Prefills with a part whose recall stayed under the target",
+            "kind",
+            known=classes,
+        )
         self.heads = counter("foreword_heads", "KV-head groups of prefills, by pattern", "pattern")
         self.layers_recomputed = counter("foreword_layers_recomputed", "Layers computed again behind a resume point")
-        self.jobs_ended = counter("foreword_jobs_ended", "Jobs by kind and how they ended", "kind", "state")
+        self.device_seconds = counter(
+            "foreword_device_seconds", "Time the engine computed, waiting for KV included", "device", "stage"
+        )
+        self.jobs_ended = counter(
+            "foreword_jobs_ended",
+            "Attempts at jobs by kind and how they ended; queued: to be tried again",
+            "kind",
+            "state",
+            known=[(kind, state) for kind in JOB_KINDS for state in ("succeeded", "failed", "dead", "queued")],
+        )
+        self.job_errors = counter("foreword_job_errors", "Failed attempts at jobs, by error code", "kind", "code")
         self.lease_reclaims = counter("foreword_lease_reclaims", "Jobs taken back from silent workers")
         self.worker_restarts = counter("foreword_worker_restarts", "Workers that died and were started again")
-        self.kv_evictions = counter("foreword_kv_evictions", "Segments evicted from a tier", "tier", "reason")
-        self.kv_checksum_failures = counter("foreword_kv_checksum_failures", "Stored blocks that were found damaged")
-        self.kv_decisions = counter("foreword_kv_decisions", "How a prefix's KV was come by", "decision")
-        self.summary_quotes = counter("foreword_summary_quotes", "Quotes of summaries, verified or dropped", "outcome")
-        self.kernel_path = Gauge(
-            "foreword_kernel_path",
-            "1 for the path that an operation takes",
-            ("op", "path"),
+        self.workers = gauge("foreword_workers", "Workers that live, their model loaded", "livesum")
+        self.tenant_queue_seconds = Summary(
+            "foreword_tenant_queue_seconds",
+            "Time jobs waited to be claimed, by tenant (the first 50 of the keys file, then other)",
+            ("tenant",),
             registry=registry,
-            multiprocess_mode="livemostrecent",
         )
-        self.gpu_memory = Gauge(
-            "foreword_gpu_memory_bytes",
-            "Peak memory allocated on the GPU",
-            registry=registry,
-            multiprocess_mode="livesum",
+        self.tenant_tokens = counter("foreword_tenant_tokens", "Tokens computed for each tenant", "tenant", "source")
+        self.kv_evictions = counter(
+            "foreword_kv_evictions",
+            "Segments evicted from disk, layers of a segment from host memory",
+            "tier",
+            "reason",
+            known=[("disk", "capacity"), ("disk", "expired"), ("host", "capacity")],
+        )
+        self.kv_checksum_failures = counter("foreword_kv_checksum_failures", "Stored blocks that were found damaged")
+        self.kv_read_errors = counter("foreword_kv_read_errors", "Stored blocks lost to an I/O error or a missing file")
+        self.kv_hits = counter(
+            "foreword_kv_hits",
+            "Segments opened for reading, by the slowest tier they needed",
+            "tier",
+            known=[("disk",), ("host",)],
+        )
+        self.kv_misses = counter("foreword_kv_misses", "Prefixes whose KV could not be opened")
+        self.kv_read_bytes = counter("foreword_kv_read_bytes", "Bytes of KV read", "tier", known=[("disk",), ("host",)])
+        self.kv_written_bytes = counter("foreword_kv_written_bytes", "Bytes of KV written to disk")
+        self.kv_decisions = counter(
+            "foreword_kv_decisions", "How a prefix's KV was come by", "decision", known=[(name,) for name in DECISIONS]
+        )
+        self.summary_quotes = counter("foreword_summary_quotes", "Quotes of summaries, verified or dropped", "outcome")
+        self.kernel_path = gauge(
+            "foreword_kernel_path", "1 for the path that an operation takes", "livemostrecent", "op", "path"
+        )
+        self.gpu_memory = gauge("foreword_gpu_memory_bytes", "Memory in use on the GPU", "livemostrecent", "gpu")
+        self.gpu_memory_total = gauge("foreword_gpu_memory_total_bytes", "Memory of the GPU", "livemostrecent", "gpu")
+        self.gpu_utilization = gauge(
+            "foreword_gpu_utilization_ratio", "Share of time that a kernel ran, 0 to 1", "livemostrecent", "gpu"
         )
         self.http_requests = counter("foreword_http_requests", "Requests by route", "method", "route", "status")
         self.http_seconds = histogram(
             "foreword_http_request_seconds", "Time until a response was complete", STAGE_BUCKETS, "method", "route"
         )
+        self._kv_counters: dict[str, Counter] = {
+            "evictions": self.kv_evictions,
+            "checksum_failures": self.kv_checksum_failures,
+            "read_errors": self.kv_read_errors,
+            "hits": self.kv_hits,
+            "misses": self.kv_misses,
+            "read_bytes": self.kv_read_bytes,
+            "written_bytes": self.kv_written_bytes,
+        }
 
-    def prefill_ended(self, result: PrefillResult) -> None:
-        """Everything a finished prefill says about itself, but for its TTFT."""
+    def first_token(self, model: str, cache_state: str, seconds: float, stages: dict[str, float]) -> None:
+        """One observation of TTFT. `stages`: seconds of it by stage, adding up to it."""
+        self.time_to_first_token.labels(model, cache_state).observe(seconds)
+        for stage, part in stages.items():
+            self.first_token_stages.labels(cache_state, stage).observe(max(0.0, part))
+
+    def prefill_ended(self, result: PrefillResult, kind: str) -> None:
+        """Everything a finished prefill says about itself, but for its TTFT. `kind` is one of CLASSES."""
         computed = result.num_tokens - result.cached_tokens
         self.prompt_tokens.labels("computed").inc(computed)
         self.prompt_tokens.labels("cached").inc(result.cached_tokens)
@@ -89,13 +208,19 @@ class Metrics:
         if result.resumed_from_layer:
             self.prefills_resumed.inc()
         self.layers_recomputed.inc(result.layers_recomputed)
-        self.prefill_density.observe(result.density)
+        self.prefill_density.labels(kind).observe(result.density)
         if result.recall is not None:
-            self.prefill_recall.observe(result.recall.mean)
+            self.prefill_recall.labels(kind).observe(result.recall.mean)
+            self.below_target.labels(kind).inc(result.recall.below_target)
         for pattern, count in result.heads.items():
             self.heads.labels(pattern).inc(count)
         if computed and result.seconds > 0:
             self.prefill_rate.observe(computed / result.seconds)
+
+    def job_failed(self, kind: str, state: str, code: str) -> None:
+        """An attempt failed; `state` is what became of the job."""
+        self.jobs_ended.labels(kind, state).inc()
+        self.job_errors.labels(kind, self.code(code)).inc()
 
     def quotes_checked(self, *, verified: int, dropped: int) -> None:
         self.summary_quotes.labels("verified").inc(verified)
@@ -103,50 +228,24 @@ class Metrics:
 
     def kv_counted(self, name: str, labels: tuple[str, ...], amount: int) -> None:
         """Takes the KV store's own counts (engine.kv_store.counters.OnCount)."""
-        if name == "evictions":
-            self.kv_evictions.labels(*labels).inc(amount)
-        elif name == "checksum_failures":
-            self.kv_checksum_failures.inc(amount)
+        if (counter := self._kv_counters.get(name)) is not None:
+            (counter.labels(*labels) if labels else counter).inc(amount)
 
-    def render(self, *collectors: Collector) -> bytes:
-        """The text of a scrape: this process's values, or all processes' where they share a folder."""
-        if VARIABLE not in os.environ:
-            return generate_latest(self.registry) + generate_latest(_registry_of(collectors))
-        registry = _registry_of(collectors)
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+    def collect(self) -> list[Metric]:
+        """This process's values, or all processes' where they share a folder."""
+        return list(self.registry.collect() if self._folder is None else FolderCollector(self._folder).collect())
 
-
-def _registry_of(collectors: Iterable[Collector]) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    for collector in collectors:
-        registry.register(collector)
-    return registry
+    def render(
+        self, *collectors: Collector, rename: Callable[[list[Metric]], list[Metric]] = lambda found: []
+    ) -> bytes:
+        """The text of a scrape: these values and the collectors', and what `rename` makes of all of them besides."""
+        found = [*self.collect(), *(metric for collector in collectors for metric in collector.collect())]
+        return generate_latest(_Collected([*found, *rename(found)]))
 
 
-class StateCollector(Collector):
-    """What is asked of queue and KV store at each scrape, since any process may have changed it."""
+class _Collected(Collector):
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
 
-    def __init__(self, queue: Queue, kv_usage: Callable[[], Mapping[str, int]]) -> None:
-        """`kv_usage` returns bytes by tier."""
-        self._queue = queue
-        self._kv_usage = kv_usage
-
-    def collect(self) -> Iterable[Metric]:
-        jobs = GaugeMetricFamily("foreword_jobs", "Jobs by state", labels=["state"])
-        counts = self._queue.counts()
-        for state in ("queued", "running", "succeeded", "failed", "cancelled", "dead"):
-            jobs.add_metric([state], counts.get(state, 0))
-        yield jobs
-        age = GaugeMetricFamily("foreword_oldest_job_age_seconds", "Age of the oldest waiting job")
-        age.add_metric([], self._queue.oldest_queued_age_s())
-        yield age
-        kv_bytes = GaugeMetricFamily("foreword_kv_bytes", "Stored KV by tier", labels=["tier"])
-        for tier, size_bytes in self._kv_usage().items():
-            kv_bytes.add_metric([tier], size_bytes)
-        yield kv_bytes
-
-
-def forget_process(pid: int) -> None:
-    """A process died: its live gauges go, its counts stay."""
-    mark_process_dead(pid)  # type: ignore[no-untyped-call]
+    def collect(self) -> list[Metric]:
+        return self._found

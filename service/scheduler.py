@@ -2,13 +2,12 @@
 
 import logging
 import threading
-from contextlib import AbstractContextManager
+import time
 
 from engine.interfaces import PrefillRequest, PrefillResult
-from service.logs import log_fields
 from service.queue.base import Job, JobKind, LeaseLost, QueueUnavailable
 from service.stages.answer import AnswerJob
-from service.stages.context import StageContext
+from service.stages.context import StageContext, logged
 from service.stages.failures import failure_of
 from service.stages.prefill import PrefillJob, PrefillRun, PrefillRuns, Waiter
 
@@ -91,8 +90,7 @@ class Scheduler:
             if job is None:
                 return
             self._context.leases.hold(job)
-            waited_s = max(0.0, self._context.clock() - job.created_at)
-            self._context.metrics.stage_seconds.labels("queue").observe(waited_s)
+            self._context.claimed(job)
             if 1 < settings.max_attempts <= job.attempts:
                 # Whatever ended the attempts before must not take others along: the last one runs by itself.
                 self._parked = job
@@ -112,12 +110,12 @@ class Scheduler:
     def _start(self, job: Job) -> None:
         if job.kind == "answer":
             answer = self._answers[job.id] = AnswerJob(self._context, job)
-            with self._logged(answer):
+            with logged(job):
                 log.info("answer, attempt %d", job.attempts)
                 self._begin_answer(answer)
             return
         prefill = self._prefills[job.id] = PrefillJob(self._context, job)
-        with self._logged(prefill):
+        with logged(job):
             log.info("prefill, attempt %d", job.attempts)
             try:
                 self._runs.join(prefill.request(), prefill)
@@ -136,15 +134,17 @@ class Scheduler:
     def _step_answers(self) -> None:
         answering = [answer for answer in self._answers.values() if answer.answering]
         for answer in answering:
-            with self._logged(answer):
+            with logged(answer.job):
                 self._step_answer(answer)
         if self._runs.runs:  # a prefill's step may take long
             for answer in answering:
                 self._flush(answer)
 
     def _step_answer(self, answer: AnswerJob) -> None:
+        started = time.perf_counter()
         try:
             missing = answer.step()
+            self._worked("answer", started)
             if missing is not None:
                 self._runs.join(missing, answer)
             elif answer.ended:
@@ -165,9 +165,14 @@ class Scheduler:
                 self._fail(answer, error)
 
     def _step_prefill(self, run: PrefillRun) -> None:
+        metrics, started = self._context.metrics, time.perf_counter()
+        waited_s = metrics.kv_waited_s
         try:
-            with self._logged(run.waiters[0]):
-                if run.step(self._context.engine.start_prefill):
+            with logged(run.waiters[0].job):
+                more = run.step(self._context.engine.start_prefill)
+                self._worked("prefill", started)
+                run.kv_waited_s += metrics.kv_waited_s - waited_s
+                if more:
                     return
                 assert run.prefill is not None
                 result = run.prefill.result
@@ -176,20 +181,28 @@ class Scheduler:
             if not any(retried):
                 self._context.kv.discard(run.request.owner)
             return
-        self._context.metrics.prefill_ended(result)
-        for waiter in self._runs.end(run):
-            with self._logged(waiter):
-                self._prefilled(waiter, run.request, result)
+        metrics.prefill_ended(result, self._context.kind_of(run.request.holder))
+        waiters = self._runs.end(run)
+        metrics.tenant_tokens.labels(metrics.tenant(waiters[0].job.tenant), "prompt").inc(
+            result.num_tokens - result.cached_tokens
+        )
+        for waiter in waiters:
+            with logged(waiter.job):
+                self._prefilled(waiter, run.request, result, run.kv_waited_s)
         self._context.documents.abandon_holder(run.request.holder)  # its document may be gone since the last look
 
-    def _prefilled(self, waiter: Waiter, request: PrefillRequest, result: PrefillResult) -> None:
+    def _worked(self, stage: str, started: float) -> None:
+        seconds = time.perf_counter() - started
+        self._context.metrics.device_seconds.labels(self._context.device, stage).inc(seconds)
+
+    def _prefilled(self, waiter: Waiter, request: PrefillRequest, result: PrefillResult, kv_waited_s: float) -> None:
         if isinstance(waiter, AnswerJob):
-            waiter.prefilled(request, result)
+            waiter.prefilled(request, result, kv_waited_s)
             self._begin_answer(waiter)
             return
         assert isinstance(waiter, PrefillJob)
         try:
-            waiter.finish(request, result)
+            waiter.finish(request, result, kv_waited_s)
             self._ended(waiter, "succeeded")
             log.info("prefilled %d tokens in %.2f s, density %.3f", result.num_tokens, result.seconds, result.density)
         except LeaseLost:
@@ -230,13 +243,16 @@ class Scheduler:
     def _fail(self, task: Waiter, error: Exception) -> bool:
         """True if the job is tried again."""
         failure = failure_of(error)
-        with self._logged(task):
-            log.warning("%s: %s", failure.error["code"], failure.error["message"], exc_info=failure.retry)
+        with logged(task.job):
+            log.warning(
+                "%s: %s", failure.error["code"], failure.error["message"], exc_info=error if failure.retry else None
+            )
+        task.failed(failure.error["code"])
         self._drop(task)
         again = False
         try:
             ended = self._context.queue.fail(task.job, failure.error, retry=failure.retry)
-            self._context.metrics.jobs_ended.labels(task.job.kind, ended.state).inc()
+            self._context.metrics.job_failed(task.job.kind, ended.state, failure.error["code"])
             again = ended.state == "queued"
         except LeaseLost:
             pass
@@ -259,7 +275,3 @@ class Scheduler:
                 pass
             except Exception:
                 log.exception("job %s not released", job.id)
-
-    @staticmethod
-    def _logged(task: Waiter) -> AbstractContextManager[None]:
-        return log_fields(job_id=task.job.id, request_id=task.job.payload.get("request_id"), stage=task.job.kind)

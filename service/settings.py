@@ -23,8 +23,16 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
     insecure: bool = Field(default=False, description="Allow listening beyond loopback without API keys")
+    allowed_hosts: str = Field(
+        default="", description="Names, comma-separated, that a server without API keys may be called by"
+    )
     api_keys_file: Path | None = Field(default=None, description="JSON file of key hashes, tenants and limits")
     log_level: str = Field(default="info", description="debug, info, warning or error")
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Port where a worker shows its metrics by itself; 0: none"
+    )
+    metrics_vllm_names: bool = Field(default=False, description="Show metrics under vLLM's names too")
+    otlp_endpoint: str | None = Field(default=None, description="OTLP/HTTP collector that gets traces; none by default")
 
     kv_disk_bytes: int = Field(default=20 * GIB, ge=0, description="Cap of stored KV on disk")
     kv_host_bytes: int = Field(default=1 * GIB, ge=0, description="Cap of KV kept in host memory")

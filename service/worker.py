@@ -10,19 +10,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from engine.errors import ModelError
 from engine.threads import share_cores
+from service.auth import AuthError, KeyRing
 from service.database import Database, database_path
 from service.documents.sqlite import SqliteDocuments
 from service.engine_parts import EngineParts, open_engine_parts
 from service.housekeeping import TICK_S, Housekeeper
 from service.ingest import ingest
 from service.leases import STALL_S, LeaseKeeper
-from service.logs import configure_logging
+from service.logs import configure_logging, log_uncaught
 from service.metrics import Metrics
+from service.metrics_gpu import gpu_reporter
+from service.metrics_port import show_metrics
 from service.presence import Presence
 from service.queue.sqlite_queue import SqliteQueue
 from service.salt import load_secret
@@ -32,6 +35,7 @@ from service.stages.context import StageContext
 from service.stages.ingest import IngestLoop
 from service.supervisor import EXIT_UNUSABLE
 from service.timer import Timer
+from service.traces import open_traces
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +55,13 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
         stack.callback(database.close)
         queue, documents = SqliteQueue(database), SqliteDocuments(database)
         stack.callback(queue.close)
-        metrics = Metrics()
+        metrics = Metrics(_tenants(settings))
+        if settings.metrics_port:
+            stack.callback(show_metrics(metrics, settings.host, settings.metrics_port))
         parts = open_parts(settings, metrics)
         stack.callback(parts.close)
+        traces = open_traces(settings.otlp_endpoint, process="worker", model=parts.model.id)
+        stack.callback(traces.close)
         leases = LeaseKeeper(queue, lease_s=settings.lease_s, stall_s=max(STALL_S, 2 * settings.ingest_timeout_s))
         stack.callback(leases.close)
         context = StageContext(
@@ -68,7 +76,10 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             metrics=metrics,
             secret=load_secret(settings.data_dir),
             clock=time.time,
+            device=parts.device,
+            traces=traces,
         )
+        report_gpus = gpu_reporter(metrics)
         presence = Presence(settings.data_dir, parts.engine)
         stack.callback(presence.close)
         housekeeper = Housekeeper(context, documents, parts.kv)
@@ -77,6 +88,7 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
         def chores() -> None:
             presence.beat()
             parts.report()
+            report_gpus()
             housekeeper.tick()
 
         scheduler = Scheduler(context, name)
@@ -90,6 +102,7 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
         )
         with _stopped_by_signals(scheduler):
             presence.beat()
+            metrics.workers.set(1)
             stack.callback(Timer("housekeeping", TICK_S, chores).close)
             ingests.start()
             stack.callback(ingests.close)
@@ -101,6 +114,15 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
                 return EXIT_BROKEN
         log.info("worker %s ends", name)
     return 0
+
+
+def _tenants(settings: Settings) -> Sequence[str]:
+    """Those that have series by name. Without the keys file, which only the API needs, all are counted as one."""
+    try:
+        return KeyRing.load(settings.api_keys_file).tenants
+    except AuthError as error:
+        log.warning("tenants are not told apart in the metrics: %s", error)
+        return ()
 
 
 @contextmanager
@@ -140,6 +162,7 @@ def main(open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_pa
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the server decides what becomes of us
     settings = Settings()
     configure_logging(settings.log_level)
+    log_uncaught()
 
     def open_or_refuse(settings: Settings, metrics: Metrics) -> EngineParts:
         try:

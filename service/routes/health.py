@@ -8,7 +8,9 @@ from starlette.status import HTTP_200_OK
 
 from service.dependencies import ServicesDep
 from service.errors import Unavailable
-from service.metrics import CONTENT_TYPE, StateCollector
+from service.metrics import CONTENT_TYPE
+from service.metrics_state import StateCollector
+from service.metrics_vllm import vllm_names
 from service.queue.base import QueueError
 
 router = APIRouter()
@@ -41,5 +43,15 @@ def ready(services: ServicesDep) -> Response:
 
 @router.get("/metrics")
 def metrics(services: ServicesDep) -> Response:
-    state = StateCollector(services.queue, services.kv_store.usage)
-    return Response(services.metrics.render(state), media_type=CONTENT_TYPE)
+    state = StateCollector(
+        services.settings,
+        services.queue,
+        services.kv_store.usage,
+        services.documents.uploaded_bytes,
+        tenant=services.metrics.tenant,
+    )
+    if services.settings.metrics_vllm_names:
+        text = services.metrics.render(state, rename=vllm_names(services.model.id))
+    else:
+        text = services.metrics.render(state)
+    return Response(text, media_type=CONTENT_TYPE)

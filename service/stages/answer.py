@@ -1,6 +1,7 @@
 """A claimed job of kind `answer`: prefix from stored KV (made first where it isn't stored), then token after token."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from service.kv_policy import kv_policy
 from service.payloads import AnswerPayload, AnswerResult
 from service.queue.base import NO_EFFECTS, Effects, Job, RecordChange
 from service.stages.context import StageContext
-from service.stages.prefill import prefill_fields, prefill_id, report_progress
+from service.stages.prefill import prefill_fields, prefill_id, report_progress, trace_prefill
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class AnswerJob:
         self._prefills: list[tuple[PrefillRequest, PrefillResult]] = []
         self._started_at = context.clock()
         self._first_token_at: float | None = None
+        self._prefill_s = self._prefill_kv_s = 0.0  # of the wait for KV that had to be made
+        self._answering_at = self._started_at  # since when there is KV to answer from
+        self._kv_waited_s = 0.0  # of the first step: the KV store's share
         self._text = ""
         self._emitted = 0  # characters that readers have
         self._emitted_at = 0.0
@@ -65,6 +69,7 @@ class AnswerJob:
     def step(self) -> PrefillRequest | None:
         """One token. Returns as `start` does where KV was damaged. Raises LeaseLost and what the engine raises."""
         assert self._answer is not None
+        kv_waited_s = self._context.metrics.kv_waited_s
         try:
             delta = self._answer.step()
         except KVMissing as error:
@@ -76,6 +81,7 @@ class AnswerJob:
             return self._prefill_request(self._request())
         self._text += delta.text
         if self._first_token_at is None:
+            self._kv_waited_s = self._context.metrics.kv_waited_s - kv_waited_s
             self._observe_first_token(self._answer)
         self._finish_reason = delta.finish_reason
         self._completion_tokens = self._answer.completion_tokens
@@ -90,9 +96,17 @@ class AnswerJob:
     def prefill_progress(self, fraction: float, eta_s: float | None) -> None:
         self._reported_at = report_progress(self._context, self.job, self._reported_at, fraction, eta_s)
 
-    def prefilled(self, request: PrefillRequest, result: PrefillResult) -> None:
-        """The run that this job joined made the KV."""
+    def prefilled(self, request: PrefillRequest, result: PrefillResult, kv_waited_s: float) -> None:
+        """The run that this job joined made the KV; `kv_waited_s` of its time it waited for the KV store."""
         self._prefills.append((request, result))
+        began_at, self._answering_at = self._answering_at, self._context.clock()
+        self._prefill_s += max(0.0, self._answering_at - began_at)
+        self._prefill_kv_s += kv_waited_s
+        named = {"foreword.fidelity": request.fidelity}
+        trace_prefill(self._context, self.job, began_at, self._answering_at, result, kv_waited_s, named)
+
+    def failed(self, code: str) -> None:
+        self._trace(self._context.clock(), {}, error=code)
 
     def finish(self) -> None:
         """Raises LeaseLost."""
@@ -115,7 +129,13 @@ class AnswerJob:
         if not self._prefills:
             metrics.prompt_tokens.labels("cached").inc(cached)
         metrics.prompt_tokens.labels("computed").inc(len(self._payload["question"]))
-        metrics.stage_seconds.labels("answer").observe(max(0.0, context.clock() - self._started_at))
+        tenant = metrics.tenant(self.job.tenant)
+        metrics.tenant_tokens.labels(tenant, "prompt").inc(len(self._payload["question"]))
+        metrics.tenant_tokens.labels(tenant, "generated").inc(self._completion_tokens)
+        ended_at = context.clock()
+        metrics.stage_seconds.labels("answer").observe(max(0.0, ended_at - self._started_at))
+        metrics.answer_seconds.labels(context.model_id).observe(max(0.0, ended_at - self._payload["received_at"]))
+        self._trace(ended_at, result)
         self.close()
 
     def close(self) -> None:
@@ -170,14 +190,48 @@ class AnswerJob:
             pinned=pinned,
         )
 
+    def _trace(self, ended_at: float, result: Mapping[str, Any], *, error: str | None = None) -> None:
+        sampling, traces, traceparent = self._sampling(), self._context.traces, self._payload.get("traceparent")
+        reason = result.get("finish_reason")
+        attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.response.model": self._context.model_id,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.response.finish_reasons": None if reason is None else [reason],
+            "gen_ai.response.time_to_first_chunk": result.get("ttft_s"),
+            "gen_ai.usage.input_tokens": result.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": result.get("completion_tokens"),
+            "gen_ai.usage.cache_read.input_tokens": result.get("cached_tokens"),
+            "foreword.cache_state": result.get("cache_state"),
+            "foreword.job.id": self.job.id,
+        }
+        if self._first_token_at is not None and self._payload["documents"]:
+            read_at = max(self._answering_at, self._first_token_at - self._kv_waited_s)
+            traces.stage(
+                "kv_store",
+                traceparent,
+                read_at,
+                read_at + self._kv_waited_s,
+                {"foreword.kv.operation": "read", "foreword.cache_state": result.get("cache_state")},
+            )
+        traces.stage("answer", traceparent, self._answering_at, ended_at, attributes, error=error)
+
     def _observe_first_token(self, answer: Answer) -> None:
         context = self._context
         self._first_token_at = context.clock()
         if not self._prefills and self._payload["documents"]:
             context.metrics.kv_decisions.labels("reused").inc()
         if not self._payload["waited"]:  # who waited for an upload's prefill was observed there
-            state = self._cache_state(answer)
-            context.metrics.time_to_first_token.labels(context.model_id, state).observe(self._ttft_s())
+            ttft_s = self._ttft_s()
+            prefill_s = self._prefill_s - self._prefill_kv_s
+            kv_s = self._prefill_kv_s + self._kv_waited_s
+            queue_s = max(0.0, self._started_at - self._payload["received_at"])
+            stages = {"queue": queue_s, "kv_store": kv_s, "answer": ttft_s - queue_s - prefill_s - kv_s}
+            if self._prefills:
+                stages["prefill"] = prefill_s
+            context.metrics.first_token(context.model_id, self._cache_state(answer), ttft_s, stages)
 
     def _ttft_s(self) -> float:
         assert self._first_token_at is not None

@@ -1,7 +1,9 @@
 """What every stage is handed."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,11 +15,13 @@ from engine.interfaces import Engine
 from service.documents.base import DocumentRecord, Documents, UnknownRecord
 from service.kv_policy import KeepsPolicies
 from service.leases import LeaseKeeper
+from service.logs import log_fields
 from service.metrics import Metrics
 from service.prompt import PromptFormat
-from service.queue.base import Queue
+from service.queue.base import Job, Queue
 from service.salt import tenant_salt
 from service.settings import Settings
+from service.traces import Traces, trace_id_of
 
 
 class TokenizerChanged(InvalidRequest):
@@ -45,6 +49,8 @@ class StageContext:
     metrics: Metrics
     secret: bytes
     clock: Callable[[], float]  # unix seconds
+    device: str = "cpu"
+    traces: Traces = field(default_factory=Traces)
 
     def salt(self, tenant: str) -> bytes:
         return tenant_salt(self.secret, tenant)
@@ -67,5 +73,33 @@ class StageContext:
                 raise TokenizerChanged(f"{document.id} was read with another model's tokenizer: upload it again")
         return self.prompts.document_prefix([self.document_tokens(document) for document in documents])
 
+    def claimed(self, job: Job) -> None:
+        """Note how long it waited."""
+        now = self.clock()
+        waited_s = max(0.0, now - job.created_at)
+        self.metrics.stage_seconds.labels("queue").observe(waited_s)
+        self.metrics.tenant_queue_seconds.labels(self.metrics.tenant(job.tenant)).observe(waited_s)
+        attributes = {"foreword.job.id": job.id, "foreword.job.kind": job.kind, "foreword.job.attempt": job.attempts}
+        self.traces.stage("queue", job.payload.get("traceparent"), job.created_at, now, attributes)
+
+    def kind_of(self, holder: str) -> str:
+        """The class of what a KV holder holds: repo, bundle or doc; several for a prefix over many documents."""
+        document_id = holder.partition(":")[0]
+        if not document_id.startswith("doc-"):
+            return "several"
+        try:
+            document = self.documents.document(document_id)
+            kind: str = json.loads(self.manifest(document).read_bytes())["kind"]
+        except (UnknownRecord, OSError, ValueError, KeyError):  # deleted meanwhile
+            return "several"
+        return kind
+
     def manifest(self, document: DocumentRecord) -> Path:
         return self.settings.data_dir / document.folder / "manifest.json"
+
+
+def logged(job: Job) -> AbstractContextManager[None]:
+    """Log lines within are this job's."""
+    origin = job.payload
+    trace_id = trace_id_of(origin.get("traceparent"))
+    return log_fields(job_id=job.id, request_id=origin.get("request_id"), trace_id=trace_id, stage=job.kind)

@@ -14,10 +14,9 @@ from engine.errors import InvalidRequest
 from service.documents.base import FileRecord, UnknownRecord
 from service.ingest.base import IngestLimits, IngestSummary, Kind, Source
 from service.kv_policy import apply_kv_policy
-from service.logs import log_fields
-from service.payloads import IngestPayload, PrefillPayload
+from service.payloads import IngestPayload, PrefillPayload, origin_of
 from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
-from service.stages.context import StageContext
+from service.stages.context import StageContext, logged
 from service.stages.failures import failure_of
 from service.stages.prefill import prefill_id
 
@@ -94,27 +93,37 @@ class IngestLoop:
             if job is None:
                 return False
             self._context.leases.hold(job)
-            with log_fields(job_id=job.id, request_id=job.payload.get("request_id"), stage="ingest"):
+            self._context.claimed(job)
+            with logged(job):
                 self._do(job)
             return True
         finally:
             self._busy.clear()
 
     def _do(self, job: Job) -> None:
-        context = self._context
+        context, started_at = self._context, self._context.clock()
+        code: str | None = None
         try:
             IngestJob(context, job, self._ingest, self._tokenizer_file, stopping=self._stop.is_set).run()
             context.metrics.jobs_ended.labels("ingest", "succeeded").inc()
         except LeaseLost:
+            code = "lease_lost"
             log.info("ingest was cancelled or taken over")
         except Stopping:
+            code = "suspended"
             context.queue.release(job)
         except Exception as error:
             failure = failure_of(error)
-            log.warning("%s: %s", failure.error["code"], failure.error["message"], exc_info=failure.retry)
+            code = failure.error["code"]
+            # The message is for the uploader alone: it may name what is in an archive, or quote it.
+            log.warning("ingest failed: %s", code, exc_info=error if failure.retry else None)
             ended = context.queue.fail(job, failure.error, retry=failure.retry)
-            context.metrics.jobs_ended.labels("ingest", ended.state).inc()
+            context.metrics.job_failed("ingest", ended.state, code)
         finally:
+            attributes = {"foreword.file.id": job.payload["file_id"]}
+            context.traces.stage(
+                "ingest", job.payload.get("traceparent"), started_at, context.clock(), attributes, error=code
+            )
             context.leases.drop(job)
 
 
@@ -171,6 +180,7 @@ class IngestJob:
             shutil.rmtree(path.parent, ignore_errors=True)  # this content was known already
         apply_kv_policy(context.documents, context.kv, document_id, file.fidelity)
         context.metrics.stage_seconds.labels("ingest").observe(summary.seconds)
+        context.metrics.ingested_tokens.labels(summary.kind).inc(summary.num_tokens)
         log.info("ingested %d bytes into %d tokens in %.2f s", summary.input_bytes, summary.num_tokens, summary.seconds)
 
     def _commit(self, file: FileRecord, summary: IngestSummary, folder: Path) -> str:
@@ -205,9 +215,9 @@ class IngestJob:
             "document_id": document_id,
             "fidelity": file.fidelity,
             "uploaded_at": file.created_at,
+            "ingest_seconds": summary.seconds,
+            **origin_of(self._payload),
         }
-        if "request_id" in self._payload:
-            payload["request_id"] = self._payload["request_id"]
         return NewJob(
             "prefill",
             self._job.tenant,

@@ -4,7 +4,7 @@ A prefill job and the answers that found no KV join the same run; it ends early 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ class Waiter(Protocol):
 
     def prefill_progress(self, fraction: float, eta_s: float | None) -> None: ...
 
+    def failed(self, code: str) -> None:
+        """This attempt is over."""
+        ...
+
 
 @dataclass
 class PrefillRun:
@@ -34,6 +38,7 @@ class PrefillRun:
     request: PrefillRequest
     waiters: list[Waiter] = field(default_factory=list)
     prefill: Prefill | None = None
+    kv_waited_s: float = 0.0  # of its time so far: the KV store's share
 
     @property
     def interactive(self) -> bool:
@@ -114,6 +119,7 @@ class PrefillJob:
         self._context = context
         self._payload: PrefillPayload = job.payload  # type: ignore[assignment]
         self._reported_at = 0.0
+        self._started_at = context.clock()
 
     def request(self) -> PrefillRequest:
         """Raises UnknownRecord, OSError, ValueError."""
@@ -133,17 +139,56 @@ class PrefillJob:
     def prefill_progress(self, fraction: float, eta_s: float | None) -> None:
         self._reported_at = report_progress(self._context, self.job, self._reported_at, fraction, eta_s)
 
-    def finish(self, request: PrefillRequest, result: PrefillResult) -> None:
-        """Raises LeaseLost."""
+    def failed(self, code: str) -> None:
         context = self._context
-        ttft_s = max(0.0, context.clock() - self._payload["uploaded_at"])
+        context.traces.stage(
+            "prefill", self._payload.get("traceparent"), self._started_at, context.clock(), self._named(), error=code
+        )
+
+    def _named(self) -> dict[str, Any]:
+        return {"foreword.document.id": self._payload["document_id"], "foreword.fidelity": self._payload["fidelity"]}
+
+    def finish(self, request: PrefillRequest, result: PrefillResult, kv_waited_s: float) -> None:
+        """`kv_waited_s`: how much of the prefill was waiting for the KV store. Raises LeaseLost."""
+        context, ended_at = self._context, self._context.clock()
+        ttft_s = max(0.0, ended_at - self._payload["uploaded_at"])
         fields = prefill_fields(context, request, result) | {"cold_ttft_s": ttft_s}
         effects = Effects([RecordChange("prefills", request.holder, fields)])
         context.queue.finish(self.job, {"num_tokens": result.num_tokens, "seconds": result.seconds}, effects)
         state = "partial" if result.cached_tokens else "cold"
-        context.metrics.time_to_first_token.labels(context.model_id, state).observe(ttft_s)
+        ingest_s, prefill_s = self._payload.get("ingest_seconds", 0.0), max(0.0, ended_at - self._started_at)
+        stages = {
+            "ingest": ingest_s,
+            "queue": ttft_s - ingest_s - prefill_s,  # for both jobs
+            "prefill": prefill_s - kv_waited_s,
+            "kv_store": kv_waited_s,
+        }
+        context.metrics.first_token(context.model_id, state, ttft_s, stages)
+        trace_prefill(context, self.job, self._started_at, ended_at, result, kv_waited_s, self._named())
         # A handle may have come, or its policy changed, while this ran.
         apply_kv_policy(context.documents, context.kv, self._payload["document_id"], self._payload["fidelity"])
+
+
+def trace_prefill(
+    context: StageContext,
+    job: Job,
+    start_s: float,
+    end_s: float,
+    result: PrefillResult,
+    kv_waited_s: float,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Its span, and one as long as it waited for the KV store, which it did here and there."""
+    traceparent = job.payload.get("traceparent")
+    figures = {
+        "gen_ai.operation.name": "prefill",
+        "gen_ai.usage.input_tokens": result.num_tokens,
+        "gen_ai.usage.cache_read.input_tokens": result.cached_tokens,
+        "foreword.density": result.density,
+        "foreword.recall": None if result.recall is None else result.recall.mean,
+    }
+    context.traces.stage("prefill", traceparent, start_s, end_s, {**attributes, **figures})
+    context.traces.stage("kv_store", traceparent, end_s - kv_waited_s, end_s, {"foreword.kv.operation": "write"})
 
 
 def prefill_id(document_id: str, fidelity: str) -> str:

@@ -81,6 +81,7 @@ def test_document_handle_and_prefill_job_come_together(bench: Bench) -> None:
         "document_id": file.document_id,
         "fidelity": "strict",
         "uploaded_at": 7.0,
+        "ingest_seconds": 0.01,
         "request_id": "req-1",
     }
     assert bench.documents.prefill(f"{file.document_id}:strict").job_id == job.id
