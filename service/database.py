@@ -12,7 +12,7 @@ from pathlib import Path
 from service.locks import exclusive
 from service.queue.base import QueueUnavailable
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BUSY_TIMEOUT_S = 30.0
 
 _SCHEMA = """
@@ -29,7 +29,8 @@ CREATE TABLE jobs (
     epoch INTEGER NOT NULL DEFAULT 0,
     single_flight TEXT,
     worker TEXT,
-    lease_until REAL,
+    lease_until REAL,  -- seconds since the boot `lease_boot`
+    lease_boot TEXT,
     not_before REAL NOT NULL DEFAULT 0,
     progress REAL NOT NULL DEFAULT 0,
     detail TEXT NOT NULL DEFAULT '{}',
@@ -42,7 +43,6 @@ CREATE TABLE jobs (
     last_seq INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX jobs_single_flight ON jobs (single_flight) WHERE state IN ('queued', 'running');
-CREATE INDEX jobs_queued ON jobs (kind, tenant, priority, created_at) WHERE state = 'queued';
 CREATE INDEX jobs_running ON jobs (lease_until) WHERE state = 'running';
 CREATE INDEX jobs_state ON jobs (state, finished_at);
 
@@ -179,8 +179,32 @@ CREATE TABLE slots (
 ) WITHOUT ROWID;
 """
 
+# Made in version 4, by migration too.
+_LINES = """
+-- In the order that one tenant's jobs go: a wait of service.queue.base.AGEING_S is worth one step of priority.
+CREATE INDEX jobs_line ON jobs (kind, tenant, created_at - 30.0 * priority) WHERE state = 'queued';
+CREATE INDEX jobs_finished ON jobs (finished_at) WHERE finished_at IS NOT NULL;
+
+-- API processes, until when they are believed to live (as leases), and the jobs that are made for them alone.
+CREATE TABLE readers (
+    name TEXT PRIMARY KEY,
+    until REAL NOT NULL,
+    boot TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE job_readers (
+    reader TEXT NOT NULL,
+    job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    PRIMARY KEY (reader, job_id)
+) WITHOUT ROWID;
+CREATE INDEX job_readers_job ON job_readers (job_id);
+"""
+
 # Version → what makes the next one of it.
-_MIGRATIONS = {1: "ALTER TABLE prefills ADD COLUMN segments TEXT;", 2: _SERVICE_TABLES}
+_MIGRATIONS = {
+    1: "ALTER TABLE prefills ADD COLUMN segments TEXT;",
+    2: _SERVICE_TABLES,
+    3: f"ALTER TABLE jobs ADD COLUMN lease_boot TEXT; DROP INDEX jobs_queued; {_LINES}",
+}
 
 
 def database_path(data_dir: Path) -> Path:
@@ -284,7 +308,7 @@ class Database:
         if version == 0:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
-                f"BEGIN IMMEDIATE; {_SCHEMA} {_SERVICE_TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                f"BEGIN IMMEDIATE; {_SCHEMA} {_SERVICE_TABLES} {_LINES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
         elif version < SCHEMA_VERSION:
             steps = " ".join(_MIGRATIONS[old] for old in range(version, SCHEMA_VERSION))

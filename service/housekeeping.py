@@ -2,11 +2,12 @@
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from service.documents.base import UnknownRecord
-from service.documents.sqlite import Garbage, SqliteDocuments
+from service.documents.base import Documents, UnknownRecord
+from service.documents.garbage import Garbage
 from service.kv_policy import KeepsPolicies, delete_handle
 from service.metrics import Metrics
 from service.queue.base import FINAL_STATES, Queue, UnknownJob
@@ -27,10 +28,18 @@ class KVChores(KeepsPolicies, Protocol):
     def sweep(self) -> int: ...
 
 
+class CollectedDocuments(Documents, Protocol):
+    """What both stores can do besides."""
+
+    def collect(self, remove: Callable[[Garbage], None]) -> int: ...
+
+    def folders(self) -> set[str]: ...
+
+
 class Housekeeper:
     """`tick` is one round, due every TICK_S."""
 
-    def __init__(self, context: StageContext, documents: SqliteDocuments, kv: KVChores) -> None:
+    def __init__(self, context: StageContext, documents: CollectedDocuments, kv: KVChores) -> None:
         self._data_dir = context.settings.data_dir
         self._queue = context.queue
         self._documents = documents

@@ -47,6 +47,27 @@ TABLES = {
 Record = TypeVar("Record", FileRecord, DocumentRecord, PrefillRecord)
 
 
+def table_of(change: RecordChange) -> Table:
+    """Raises ValueError for a table or column that doesn't exist."""
+    table = TABLES.get(change.table)
+    if table is None:
+        raise ValueError(f"no table {change.table!r}; expected one of {', '.join(TABLES)}")
+    unknown = sorted(set(change.fields) - table.columns)
+    if unknown:
+        raise ValueError(f"{change.table} has no column {', '.join(unknown)}")
+    return table
+
+
+def encode_fields(change: RecordChange) -> dict[str, str]:
+    """Each field as JSON, for a store that keeps text. Raises ValueError."""
+    table_of(change)
+    return {
+        name: json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        for name, value in change.fields.items()
+        if name != "id"
+    }
+
+
 def decode(row: sqlite3.Row, record: type[Record]) -> Record:
     table = next(table for table in TABLES.values() if table.record is record)
     values: dict[str, Any] = {}
@@ -67,12 +88,7 @@ def apply_changes(connection: sqlite3.Connection, changes: Iterable[RecordChange
 
 
 def _apply(connection: sqlite3.Connection, change: RecordChange) -> str | None:
-    table = TABLES.get(change.table)
-    if table is None:
-        raise ValueError(f"no table {change.table!r}; expected one of {', '.join(TABLES)}")
-    unknown = sorted(set(change.fields) - table.columns)
-    if unknown:
-        raise ValueError(f"{change.table} has no column {', '.join(unknown)}")
+    table = table_of(change)
     encoded = {
         name: json.dumps(value) if name in table.json and value is not None else value
         for name, value in change.fields.items()

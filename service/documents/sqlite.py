@@ -3,27 +3,18 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from sqlite3 import Connection
 from typing import Literal
 
 from service.database import Database
 from service.documents.base import DocumentRecord, FileRecord, Json, PrefillRecord, UnknownRecord
+from service.documents.garbage import Garbage
 from service.documents.records import apply_changes, decode, derive_status
 from service.queue import sqlite_jobs as jobs
 from service.queue.base import RecordChange
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Garbage:
-    """Bytes that no record names any more: a file id's upload, a document's folder (relative to the data folder), or
-    the KV of a holder."""
-
-    id: int
-    kind: Literal["upload", "folder", "holder"]
-    name: str
 
 
 class SqliteDocuments:
@@ -158,7 +149,8 @@ class SqliteDocuments:
         count = 0
         with self._database.read() as connection:
             rows = connection.execute("SELECT id, kind, name FROM garbage ORDER BY id").fetchall()
-        for piece in [Garbage(row["id"], row["kind"], row["name"]) for row in rows]:
+        for row in rows:
+            piece = Garbage(row["kind"], row["name"])
             with self._database.write(durable=False) as connection:
                 if not _is_named(connection, piece.kind, piece.name):
                     try:
@@ -167,7 +159,7 @@ class SqliteDocuments:
                         log.warning("can't remove %s %s, will try again: %s", piece.kind, piece.name, error)
                         continue
                     count += 1
-                connection.execute("DELETE FROM garbage WHERE id = ?", (piece.id,))
+                connection.execute("DELETE FROM garbage WHERE id = ?", (row["id"],))
         return count
 
     def close(self) -> None:

@@ -11,6 +11,9 @@ FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled
 Json = Mapping[str, Any]
 
 
+AGEING_S = 30.0  # so long a wait is worth one step of priority
+
+
 def retry_delay_s(attempts: int) -> float:
     """How long a job rests that has failed so many times: 0.5 s, 2 s, 8 s, …, at most a minute."""
     return float(min(0.5 * 4 ** (attempts - 1), 60.0))
@@ -41,11 +44,13 @@ class NewJob:
     kind: JobKind
     tenant: str
     payload: Json
-    priority: int = 0  # higher goes first; answers are interactive and use 10
+    priority: int = 0  # higher goes first among the jobs of one tenant; answers are interactive and use 10
     cost_tokens: int = 0  # what fairness weighs
     job_id: str | None = None  # given: put is idempotent (the same id again changes nothing)
     max_attempts: int = 3
     single_flight: str | None = None  # at most one unfinished job per value; put returns the existing one
+    affinity: str | None = None  # holder of the KV that it needs: workers without that wait a little
+    reader: str | None = None  # only for whoever reads it through this API process (see `attend`)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,11 @@ class Queue(Protocol):
         ...
 
     def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
-        """Take the next job (interactive first, fair over tenants, ageing); raises its epoch and attempts."""
+        """Take the next job; raises its epoch and attempts.
+
+        Tenants have their turns by deficit round-robin, weighted by tokens, whatever their priorities; of one tenant's
+        jobs the highest priority goes first, where waiting AGEING_S is worth one step of it.
+        """
         ...
 
     def extend(self, job: Job, *, lease_s: float) -> None:
@@ -166,7 +175,14 @@ class Queue(Protocol):
         ...
 
     def reclaim(self) -> int:
-        """Requeue (or dead-letter) jobs whose lease ended; called on a timer. Returns how many."""
+        """Requeue (or dead-letter) jobs whose lease ended; called on a timer. Returns how many.
+
+        Unfinished jobs that only readers wanted who are gone are cancelled.
+        """
+        ...
+
+    def attend(self, reader: str, *, for_s: float) -> None:
+        """This reader lives, and says so again within `for_s`: a job put for it alone is in vain once it doesn't."""
         ...
 
     def get(self, job_id: str) -> Job:

@@ -19,8 +19,12 @@ from service.queue.base import (
     UnknownJob,
 )
 from service.queue.fairness import choose
+from service.queue.machine_clock import boot_id
 
-AGEING_S = 30.0  # so long a wait is worth one step of priority
+LONGEST_REST_S = 60.0  # service.queue.base.retry_delay_s
+# May be claimed at :now, in seconds since the boot. A rest that seems longer was begun before the last one.
+_RESTED = f"(not_before <= :now OR not_before > :now + {LONGEST_REST_S})"
+_PLACE = "created_at - 30.0 * priority"  # as the index jobs_line has it
 
 
 def decode(row: Row) -> Job:
@@ -79,6 +83,7 @@ def put(connection: Connection, job: NewJob, effects: Effects, now: float) -> tu
     if job.job_id is not None:
         existing = connection.execute("SELECT * FROM jobs WHERE id = ?", (job.job_id,)).fetchone()
         if existing is not None:
+            _read_by(connection, job.job_id, job.reader)
             return decode(existing), []
     job_id, follow_ups = _apply(connection, Effects(effects.changes, [job, *effects.put]), now)
     return decode(fetch(connection, job_id)), follow_ups
@@ -136,55 +141,82 @@ def _insert(connection: Connection, job: NewJob, now: float) -> tuple[str, bool]
             "INSERT OR IGNORE INTO job_documents (job_id, document_id) VALUES (?, ?)",
             [(job_id, document_id) for document_id in job.payload.get("documents", [])],
         )
+    _read_by(connection, job_id, job.reader)
     follow_job(connection, job_id, job.single_flight if job.kind == "prefill" else None, "queued", None)
     append_events(connection, job_id, [("state", {"state": "queued", "attempt": 0})])
     return job_id, True
 
 
-def has_queued(connection: Connection, kinds: Sequence[str], now: float) -> bool:
-    """Whether one may be claimed now."""
-    marks = ", ".join("?" * len(kinds))
-    query = (
-        "SELECT 1 FROM jobs INDEXED BY jobs_queued "
-        f"WHERE state = 'queued' AND kind IN ({marks}) AND not_before <= ? LIMIT 1"
+def _read_by(connection: Connection, job_id: str, reader: str | None) -> None:
+    if reader is None:
+        return
+    connection.execute("INSERT OR IGNORE INTO job_readers (reader, job_id) VALUES (?, ?)", (reader, job_id))
+
+
+def attend(connection: Connection, reader: str, until: float) -> None:
+    connection.execute(
+        "INSERT OR REPLACE INTO readers (name, until, boot) VALUES (?, ?, ?)", (reader, until, boot_id())
     )
-    return connection.execute(query, [*kinds, now]).fetchone() is not None
 
 
-def pick(connection: Connection, kinds: Sequence[str], now: float) -> str | None:
-    """The next queued job of these kinds: highest aged priority, fair over the tenants that have one there."""
-    rows = [row for kind in kinds for row in _oldest(connection, kind, now)]
-    if not rows:
-        return None
+def cancel_unread(connection: Connection, now: float, uptime: float) -> list[str]:
+    """End the jobs that only readers wanted who are gone. Returns them."""
+    gone = "(SELECT name FROM readers WHERE until < :uptime OR boot != :boot)"
+    values = {"uptime": uptime, "boot": boot_id()}
+    rows = connection.execute(
+        f"SELECT id FROM jobs WHERE state IN ('queued', 'running') AND id IN (SELECT job_id FROM job_readers "
+        f"WHERE reader IN {gone}) AND NOT EXISTS (SELECT 1 FROM job_readers other WHERE other.job_id = jobs.id "
+        f"AND other.reader NOT IN {gone})",
+        values,
+    ).fetchall()
+    error = {"code": "abandoned", "message": "the server that this was read from is gone"}
+    for row in rows:
+        cancel(connection, row["id"], now, error=error)
+    connection.execute(f"DELETE FROM job_readers WHERE reader IN {gone}", values)
+    connection.execute("DELETE FROM readers WHERE until < :uptime OR boot != :boot", values)
+    return [row["id"] for row in rows]
 
-    def level(row: Row) -> int:
-        return int(row["priority"]) + int(max(0.0, now - row["created_at"]) // AGEING_S)
 
-    top = max(map(level, rows))
+def any_reader_gone(connection: Connection, uptime: float) -> bool:
+    query = "SELECT 1 FROM readers WHERE until < ? OR boot != ?"
+    return connection.execute(query, (uptime, boot_id())).fetchone() is not None
+
+
+def has_queued(connection: Connection, kinds: Sequence[str], uptime: float) -> bool:
+    """Whether one may be claimed now."""
+    query = (
+        "SELECT 1 FROM jobs INDEXED BY jobs_line "
+        f"WHERE state = 'queued' AND kind IN (SELECT value FROM json_each(:kinds)) AND {_RESTED} LIMIT 1"
+    )
+    values = {"kinds": json.dumps(list(kinds)), "now": uptime}
+    return connection.execute(query, values).fetchone() is not None
+
+
+def pick(connection: Connection, kinds: Sequence[str], uptime: float) -> str | None:
+    """The next queued job of these kinds: tenants in fair turns, of each the first of its line."""
     heads: dict[str, Row] = {}
-    for row in sorted(rows, key=lambda row: row["created_at"]):
-        if level(row) == top:
-            heads.setdefault(row["tenant"], row)
+    for kind in kinds:
+        for row in _heads(connection, kind, uptime):
+            other = heads.get(row["tenant"])
+            if other is None or row["place"] < other["place"]:
+                heads[row["tenant"]] = row
+    if not heads:
+        return None
     costs = {tenant: row["cost_tokens"] for tenant, row in heads.items()}
     return str(heads[_fair_tenant(connection, ",".join(sorted(kinds)), costs)]["id"])
 
 
-def _oldest(connection: Connection, kind: str, now: float) -> Iterator[Row]:
-    """The oldest queued job of each (tenant, priority), by index look-ups alone, however long the queue is."""
-
-    def first(condition: str, *values: object) -> Row | None:
-        row: Row | None = connection.execute(
-            "SELECT tenant, id, cost_tokens, priority, created_at FROM jobs INDEXED BY jobs_queued "
-            f"WHERE state = 'queued' AND kind = ? AND not_before <= ? AND {condition} "
-            "ORDER BY tenant, priority, created_at LIMIT 1",
-            (kind, now, *values),
-        ).fetchone()
-        return row
-
-    row = first("tenant >= ?", "")
+def _heads(connection: Connection, kind: str, uptime: float) -> Iterator[Row]:
+    """The first job of each tenant, by index look-ups alone, however long the queue is."""
+    query = (
+        f"SELECT tenant, id, cost_tokens, {_PLACE} AS place FROM jobs INDEXED BY jobs_line "
+        f"WHERE state = 'queued' AND kind = :kind AND tenant > :tenant AND {_RESTED} "
+        f"ORDER BY tenant, {_PLACE} LIMIT 1"
+    )
+    row: Row | None = connection.execute(query, {"kind": kind, "tenant": "", "now": uptime}).fetchone()
     while row is not None:
         yield row
-        row = first("tenant = ? AND priority > ?", row["tenant"], row["priority"]) or first("tenant > ?", row["tenant"])
+        row = connection.execute(query, {"kind": kind, "tenant": row["tenant"], "now": uptime}).fetchone()
 
 
 def _fair_tenant(connection: Connection, lane: str, costs: dict[str, int]) -> str:
@@ -200,10 +232,11 @@ def _fair_tenant(connection: Connection, lane: str, costs: dict[str, int]) -> st
 
 
 def start(connection: Connection, job_id: str, worker: str, lease_until: float, now: float) -> Job:
+    """`lease_until` in seconds since the boot, `now` in unix seconds."""
     connection.execute(
         "UPDATE jobs SET state = 'running', attempts = attempts + 1, epoch = epoch + 1, worker = ?, lease_until = ?, "
-        "started_at = coalesce(started_at, ?) WHERE id = ?",
-        (worker, lease_until, now, job_id),
+        "lease_boot = ?, started_at = coalesce(started_at, ?) WHERE id = ?",
+        (worker, lease_until, boot_id(), now, job_id),
     )
     row = fetch(connection, job_id)
     follow_job(connection, job_id, None, "running", None)
@@ -211,11 +244,10 @@ def start(connection: Connection, job_id: str, worker: str, lease_until: float, 
     return decode(row)
 
 
-def expired(connection: Connection, now: float) -> list[Row]:
-    """Running jobs whose lease has ended."""
-    rows: list[Row] = connection.execute(
-        "SELECT * FROM jobs WHERE state = 'running' AND lease_until < ?", (now,)
-    ).fetchall()
+def expired(connection: Connection, uptime: float) -> list[Row]:
+    """Running jobs whose lease has ended, by its time or with the boot that it was given in."""
+    query = "SELECT * FROM jobs WHERE state = 'running' AND (lease_until < ? OR lease_boot IS NOT ?)"
+    rows: list[Row] = connection.execute(query, (uptime, boot_id())).fetchall()
     return rows
 
 
@@ -252,13 +284,16 @@ def end(
     append_events(connection, job_id, [("done", {"state": state, "error": error})])
 
 
-def cancel(connection: Connection, job_id: str, now: float) -> bool:
+CANCELLED: Json = {"code": "cancelled", "message": "the job was cancelled"}
+
+
+def cancel(connection: Connection, job_id: str, now: float, *, error: Json = CANCELLED) -> bool:
     """False where the job had ended already."""
     row = fetch(connection, job_id)
     if row["state"] not in ("queued", "running"):
         return False
     connection.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
-    end(connection, job_id, "cancelled", now, error={"code": "cancelled", "message": "the job was cancelled"})
+    end(connection, job_id, "cancelled", now, error=error)
     return True
 
 
@@ -291,13 +326,9 @@ def begin_anew(connection: Connection, job_id: str) -> None:
     append_events(connection, job_id, [("state", {"state": "queued", "attempt": 0})])
 
 
-def scrub(connection: Connection, job_id: str, now: float, *, error: Json | None = None) -> None:
+def scrub(connection: Connection, job_id: str, now: float, *, error: Json = CANCELLED) -> None:
     """`error` is what an unfinished job ends with. Raises UnknownJob."""
-    row = fetch(connection, job_id)
-    if row["state"] in ("queued", "running"):
-        reason = error or {"code": "cancelled", "message": "the job was cancelled"}
-        connection.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
-        end(connection, job_id, "cancelled", now, error=reason)
+    cancel(connection, job_id, now, error=error)
     connection.execute(
         "UPDATE jobs SET payload = :nothing, result = CASE WHEN result IS NOT NULL THEN :nothing END WHERE id = :id",
         {"nothing": encode(SCRUBBED), "id": job_id},

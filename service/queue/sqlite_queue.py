@@ -1,6 +1,5 @@
 """The queue of one machine: jobs and their events in SQLite, wake-ups over Unix sockets."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,9 @@ from service.queue.base import (
     UnknownJob,
     retry_delay_s,
 )
+from service.queue.following import next_events, next_events_async
+from service.queue.machine_clock import uptime_s
+from service.queue.waiters import Waiters
 from service.queue.wakeup import Announcer, Listener, socket_folder
 
 JOBS, EVENTS = "jobs", "events"  # topics of wake-ups
@@ -32,10 +34,20 @@ ANY_JOB = "any"
 class SqliteQueue:
     """Implements service.queue.base.Queue. Thread-safe; any number of processes may open the same database."""
 
-    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives unix seconds; leases and ageing go by it. The database stays the caller's to close."""
+    def __init__(
+        self,
+        database: Database,
+        *,
+        clock: Callable[[], float] = time.time,
+        uptime: Callable[[], float] = uptime_s,
+    ) -> None:
+        """`clock` gives unix seconds, for records and ageing; leases and rests go by `uptime`, which nobody can set.
+
+        Affinity says nothing here: all workers of a machine share its KV. The database stays the caller's to close.
+        """
         self._database = database
         self._clock = clock
+        self._uptime = uptime
         self._folder = socket_folder(database.path.parent)
         self._announcer = Announcer(self._folder)
         self._listeners: dict[str, Listener] = {}
@@ -50,10 +62,10 @@ class SqliteQueue:
 
     def wait(self, timeout_s: float, kinds: Iterable[JobKind] = JOB_KINDS) -> None:
         wanted, deadline = tuple(kinds), time.monotonic() + timeout_s
-        with self._listener(JOBS).watch(ANY_JOB) as news:
+        with self._listener(JOBS).waiters.watch(ANY_JOB) as news:
             while (left_s := deadline - time.monotonic()) > 0:
                 with self._database.read() as connection:
-                    if jobs.has_queued(connection, wanted, self._clock()):
+                    if jobs.has_queued(connection, wanted, self._uptime()):
                         return
                 news.wait(left_s)
                 news.clear()
@@ -61,21 +73,21 @@ class SqliteQueue:
     def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
         wanted = tuple(kinds)
         with self._database.read() as connection:
-            if not jobs.has_queued(connection, wanted, self._clock()):
+            if not jobs.has_queued(connection, wanted, self._uptime()):
                 return None
         now = self._clock()
         with self._database.write(durable=False) as connection:
-            job_id = jobs.pick(connection, wanted, now)
+            job_id = jobs.pick(connection, wanted, self._uptime())
             if job_id is None:
                 return None
-            job = jobs.start(connection, job_id, worker, now + lease_s, now)
+            job = jobs.start(connection, job_id, worker, self._uptime() + lease_s, now)
         self._announcer.announce(EVENTS, job.id)
         return job
 
     def extend(self, job: Job, *, lease_s: float) -> None:
         with self._database.write(durable=False) as connection:
             jobs.fetch_held(connection, job)
-            connection.execute("UPDATE jobs SET lease_until = ? WHERE id = ?", (self._clock() + lease_s, job.id))
+            connection.execute("UPDATE jobs SET lease_until = ? WHERE id = ?", (self._uptime() + lease_s, job.id))
 
     def holds(self, job: Job) -> bool:
         query = "SELECT 1 FROM jobs WHERE id = ? AND state = 'running' AND epoch = ?"
@@ -113,7 +125,7 @@ class SqliteQueue:
         with self._database.write(durable=True) as connection:
             row = jobs.fetch_held(connection, job)
             if retry and row["attempts"] < row["max_attempts"]:
-                rested_at = now + retry_delay_s(row["attempts"])
+                rested_at = self._uptime() + retry_delay_s(row["attempts"])
                 jobs.requeue(connection, row, jobs.encode(error), not_before=rested_at)
             else:
                 jobs.end(connection, job.id, "dead" if retry else "failed", now, error=error)
@@ -137,54 +149,41 @@ class SqliteQueue:
         return job
 
     def reclaim(self) -> int:
-        now = self._clock()
+        now, uptime = self._clock(), self._uptime()
         with self._database.read() as connection:
-            if not jobs.expired(connection, now):
+            if not jobs.expired(connection, uptime) and not jobs.any_reader_gone(connection, uptime):
                 return 0
         with self._database.write(durable=True) as connection:
-            expired = jobs.expired(connection, now)
+            expired = jobs.expired(connection, uptime)
             for row in expired:
                 if row["attempts"] < row["max_attempts"]:
                     jobs.requeue(connection, row, None)
                 else:
                     jobs.end(connection, row["id"], "dead", now, error=_died(row))
+            unread = jobs.cancel_unread(connection, now, uptime)
         self._announce_jobs([row["id"] for row in expired])
+        for job_id in unread:
+            self._announcer.announce(EVENTS, job_id)
         return len(expired)
+
+    def attend(self, reader: str, *, for_s: float) -> None:
+        with self._database.write(durable=False) as connection:
+            jobs.attend(connection, reader, self._uptime() + for_s)
 
     def get(self, job_id: str) -> Job:
         with self._database.read() as connection:
             return jobs.decode(jobs.fetch(connection, job_id))
 
     def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
-        found, more = self._read_events(job_id, after_seq)
-        if found or not more or timeout_s <= 0:
-            return found
-        deadline = time.monotonic() + timeout_s
-        with self._listener(EVENTS).watch(job_id) as news:
-            while True:
-                found, more = self._read_events(job_id, after_seq)
-                left_s = deadline - time.monotonic()
-                if found or not more or left_s <= 0:
-                    return found
-                news.wait(left_s)
-                news.clear()
+        return next_events(lambda: self._read_events(job_id, after_seq), self._event_waiters, job_id, timeout_s)
 
     async def events_async(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
-        found, more = await asyncio.to_thread(self._read_events, job_id, after_seq)
-        if found or not more or timeout_s <= 0:
-            return found
-        deadline = time.monotonic() + timeout_s
-        with self._listener(EVENTS).watch_async(job_id) as news:
-            while True:
-                found, more = await asyncio.to_thread(self._read_events, job_id, after_seq)
-                left_s = deadline - time.monotonic()
-                if found or not more or left_s <= 0:
-                    return found
-                try:
-                    await asyncio.wait_for(news.wait(), left_s)
-                except TimeoutError:
-                    continue  # reads once more and returns
-                news.clear()
+        return await next_events_async(
+            lambda: self._read_events(job_id, after_seq), self._event_waiters, job_id, timeout_s
+        )
+
+    def _event_waiters(self) -> Waiters:
+        return self._listener(EVENTS).waiters
 
     def _read_events(self, job_id: str, after_seq: int) -> tuple[list[Event], bool]:
         """(events behind `after_seq`, whether more may come). Raises UnknownJob."""

@@ -5,7 +5,6 @@ there. A datagram may be lost (the kernel keeps few), so a listener also asks `m
 waits: a loss costs TICK_S, never an event.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import logging
@@ -15,9 +14,10 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from service.queue.waiters import Waiters
 
 log = logging.getLogger(__name__)
 
@@ -71,46 +71,10 @@ class Listener:
         self._missed = missed
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(self._path))
-        self._lock = threading.Lock()
-        self._waiters: dict[str, set[Callable[[], None]]] = {}
+        self.waiters = Waiters(self._poke)  # the thread sleeps without a tick while nobody waits
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"listen-{topic}", daemon=True)
         self._thread.start()
-
-    @contextmanager
-    def watch(self, key: str) -> Iterator[threading.Event]:
-        """An event that is set at each news of `key` within the block."""
-        event = threading.Event()
-        with self._registered(key, event.set):
-            yield event
-
-    @contextmanager
-    def watch_async(self, key: str) -> Iterator[asyncio.Event]:
-        """The same for the running event loop."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(event.set)
-
-        with self._registered(key, wake):
-            yield event
-
-    @contextmanager
-    def _registered(self, key: str, wake: Callable[[], None]) -> Iterator[None]:
-        with self._lock:
-            idle = not self._waiters
-            self._waiters.setdefault(key, set()).add(wake)
-        if idle:
-            self._poke()  # the thread sleeps without a tick while nobody waits
-        try:
-            yield
-        finally:
-            with self._lock:
-                group = self._waiters[key]
-                group.discard(wake)
-                if not group:
-                    del self._waiters[key]
 
     def _poke(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -121,11 +85,10 @@ class Listener:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._closed:
-            with self._lock:
-                left_s = max(0.001, tick_at - time.monotonic())
-                self._socket.settimeout(left_s if self._waiters else None)
+            left_s = max(0.001, tick_at - time.monotonic())
+            self._socket.settimeout(left_s if self.waiters else None)
             with contextlib.suppress(TimeoutError):
-                self._wake(self._socket.recv(256).decode())
+                self.waiters.wake(self._socket.recv(256).decode())
             # By the clock and not by silence: where others' news never cease, a lost one must be found all the same.
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
@@ -134,15 +97,9 @@ class Listener:
     def _find_missed(self) -> None:
         try:
             for key in self._missed():
-                self._wake(key)
+                self.waiters.wake(key)
         except Exception:
             log.exception("lost wake-ups not looked for; it is tried again")
-
-    def _wake(self, key: str) -> None:
-        with self._lock:
-            wakes = list(self._waiters.get(key, ()))
-        for wake in wakes:
-            wake()
 
     def close(self) -> None:
         self._closed = True

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from service.documents.base import Documents
+from service.housekeeping import CollectedDocuments
 from service.queue.base import (
     SCRUBBED,
     Effects,
@@ -34,9 +34,11 @@ processes = multiprocessing.get_context("spawn")
 class Backend(Protocol):
     """Opens queues over one storage. It is pickled into other processes."""
 
-    def queue(self, clock: Callable[[], float] = time.time) -> Queue: ...
+    def queue(self, clock: Callable[[], float] | None = None) -> Queue:
+        """`clock` in place of every clock that the queue goes by."""
+        ...
 
-    def documents(self) -> Documents: ...
+    def documents(self) -> CollectedDocuments: ...
 
     def close(self) -> None: ...
 

@@ -14,9 +14,11 @@ import pytest
 from service.database import SCHEMA_VERSION, Database, DatabaseUnavailable, SchemaTooNew
 from service.documents.sqlite import SqliteDocuments
 from service.queue.base import NewJob
+from service.queue.machine_clock import uptime_s
 from service.queue.sqlite_queue import SqliteQueue
 from service.queue.wakeup import Announcer, Listener, socket_folder
 from service.timer import Timer
+from tests.contracts.documents_contract import DocumentsContract
 from tests.contracts.queue_contract import QueueContract
 
 
@@ -25,8 +27,8 @@ class SqliteBackend:
     path: Path
     database: Database | None = None
 
-    def queue(self, clock: Callable[[], float] = time.time) -> SqliteQueue:
-        return SqliteQueue(self._open(), clock=clock)
+    def queue(self, clock: Callable[[], float] | None = None) -> SqliteQueue:
+        return SqliteQueue(self._open(), clock=clock or time.time, uptime=clock or uptime_s)
 
     def documents(self) -> SqliteDocuments:
         return SqliteDocuments(self._open())
@@ -54,6 +56,10 @@ class TestSqliteQueue(QueueContract):
     """Everything in the contract."""
 
 
+class TestSqliteDocuments(DocumentsContract):
+    """Everything in the contract."""
+
+
 def test_newer_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "foreword.sqlite"
     Database(path).close()
@@ -71,13 +77,25 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> No
         connection.execute("ALTER TABLE prefills DROP COLUMN segments")
         for table in ("job_documents", "objects", "buckets", "slots"):
             connection.execute(f"DROP TABLE {table}")
-        connection.execute("PRAGMA user_version = 1")
+        for statement in (
+            "DROP TABLE job_readers",
+            "DROP TABLE readers",
+            "DROP INDEX jobs_line",
+            "DROP INDEX jobs_finished",
+            "ALTER TABLE jobs DROP COLUMN lease_boot",
+            "CREATE INDEX jobs_queued ON jobs (kind, tenant, priority, created_at) WHERE state = 'queued'",
+            "PRAGMA user_version = 1",
+        ):
+            connection.execute(statement)
     connection.close()
     database = Database(path)
     with database.read() as connection:
         assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
         assert "segments" in [row["name"] for row in connection.execute("PRAGMA table_info(prefills)")]
         assert connection.execute("SELECT * FROM objects").fetchall() == []
+        indexes = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+        assert {"jobs_line", "jobs_finished"} <= indexes
+        assert "jobs_queued" not in indexes
     database.close()
     Database(path).close()
 

@@ -1,0 +1,3 @@
+-- job
+scrub(ARGV[2], CANCELLED)
+return {'ok'}
