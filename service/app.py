@@ -14,8 +14,9 @@ from service.dependencies import KVDescriptions, Services
 from service.documents.base import Documents
 from service.metrics import Metrics
 from service.middleware import Authentication, RequestScope
+from service.origins import OwnPagesOnly
 from service.queue.base import Queue
-from service.routes import chat, files, health, models
+from service.routes import chat, console, files, health, models, passages
 from service.routes import documents as document_routes
 from service.served_model import ServedModel
 from service.settings import Settings
@@ -72,8 +73,11 @@ def create_app(
     app = FastAPI(title="Foreword", version=version("foreword"), lifespan=lifespan)
     app.state.services = services
     errors.install(app)
-    for router in (files.router, document_routes.router, chat.router, models.router, health.router):
-        app.include_router(router)
+    app.state.keys = bool(keys)
+    for routes in (files, document_routes, passages, chat, models, health, console):
+        app.include_router(routes.router)
     app.add_middleware(Authentication, keys=keys or KeyRing(), limiter=RateLimiter())
+    if not keys:
+        app.add_middleware(OwnPagesOnly, settings=settings)
     app.add_middleware(RequestScope, metrics=metrics)
     return app

@@ -6,6 +6,7 @@ ApiError                     status, code
 │   ├── EmptyInput           400  empty_input
 │   └── ContextLengthExceeded 400 context_length_exceeded
 ├── Unauthorized             401  invalid_api_key
+├── Forbidden                403  forbidden_host, forbidden_origin
 ├── NotFound                 404  file_not_found, document_not_found, model_not_found, not_found
 ├── MethodNotAllowed         405  method_not_allowed
 ├── NotReady                 409  document_not_ready
@@ -96,6 +97,11 @@ class ContextLengthExceeded(InvalidRequest):
 class Unauthorized(ApiError):
     status = 401
     code = "invalid_api_key"
+
+
+class Forbidden(ApiError):
+    status = 403
+    code = "forbidden_origin"
 
 
 class NotFound(ApiError):

@@ -87,6 +87,11 @@ class PromptFormat:
         wrapping = len(self._head_ids) + further * len(self._open_ids) + len(num_tokens) * len(self._close_ids)
         return wrapping + sum(num_tokens)
 
+    @property
+    def head_length(self) -> int:
+        """Tokens before the first document of a prefix."""
+        return len(self._head_ids)
+
     def chat_prompt(self, messages: Sequence[Message], documents: Sequence[TokenIds]) -> Prompt:
         """The whole prompt of a conversation, ready for the assistant's turn. Raises TemplateError, ValueError."""
         return Prompt(self.document_prefix(documents), self.question(messages, with_documents=bool(documents)))

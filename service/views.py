@@ -93,6 +93,27 @@ def document_view(services: Services, file: FileRecord) -> dict[str, Any]:
     }
 
 
+def recall_view(services: Services, file: FileRecord, document: DocumentRecord) -> dict[str, Any]:
+    """What each segment's attention kept, by the tokens that the manifest counts."""
+    prefill, prompts = _prefill(services, file), services.model.prompts
+    measured = prefill.segments if prefill and prefill.segments else []
+    if prefill and prefill.num_tokens != prompts.prefix_length([document.num_tokens]):
+        measured = []  # made with another template: nobody knows how far its tokens were shifted
+    head, end = prompts.head_length, document.num_tokens
+    data = [
+        {
+            "token_start": max(0, segment["start"] - head),
+            "token_end": min(end, segment["end"] - head),
+            "density": segment["density"],
+            "recall": segment["mean"],
+            "worst": segment["worst"],
+        }
+        for segment in measured
+        if segment["end"] > head and segment["start"] - head < end
+    ]
+    return {"object": "list", "recall": prefill.recall if prefill else None, "data": data}
+
+
 def _document(services: Services, file: FileRecord) -> DocumentRecord | None:
     if file.document_id is None:
         return None

@@ -22,7 +22,7 @@ from service.schemas import DocumentPatch, SummaryRequest
 from service.sse import EventStream
 from service.summary import summary_chat
 from service.uploads import clean_name
-from service.views import document_view, page, prefill_id
+from service.views import document_view, page, prefill_id, recall_view
 from service.waiting import failed
 
 router = APIRouter(prefix="/v1/documents")
@@ -111,6 +111,13 @@ def delete_document(any_id: str, services: ServicesDep, tenant: TenantDep) -> di
 def retrieve_manifest(any_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     document = get_document(services, get_handle(services, tenant, any_id))
     return FileResponse(folder_of(services, document) / "manifest.json", media_type="application/json")
+
+
+@router.get("/{any_id}/recall")
+def retrieve_recall(any_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """Density and recall of each segment; none for what came from KV stored before, or was not prefilled yet."""
+    file = get_handle(services, tenant, any_id)
+    return recall_view(services, file, get_document(services, file))
 
 
 @router.get("/{any_id}/events")

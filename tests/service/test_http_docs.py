@@ -6,18 +6,18 @@ from pathlib import Path
 from fastapi.routing import APIRoute
 
 from service import errors
-from service.routes import chat, documents, files, health, models
+from service.routes import chat, console, documents, files, health, models, passages
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
 
 
 def test_every_route_is_described_and_no_other() -> None:
-    routers = (files.router, documents.router, chat.router, models.router, health.router)
+    modules = (files, documents, passages, chat, models, health, console)
     routes = {
         f"{method} {re.sub(':path', '', route.path)}"
-        for router in routers
-        for route in router.routes
+        for module in modules
+        for route in module.router.routes
         if isinstance(route, APIRoute)
         for method in route.methods
     }
