@@ -16,9 +16,9 @@ from service.dependencies import Services
 from service.documents.base import UnknownRecord
 from service.errors import ContextLengthExceeded, InternalError, InvalidRequest, NotFound, StorageExhausted
 from service.intake import derived_id
-from service.payloads import ANSWER_PRIORITY, AnswerPayload
+from service.payloads import ANSWER_PRIORITY, AnswerPayload, Origin
 from service.prompt import Message
-from service.queue.base import Event, NewJob, UnknownJob
+from service.queue.base import SCRUBBED, Event, Job, NewJob, UnknownJob
 from service.quotes import QuoteCheck
 from service.schemas import ChatRequest
 from service.sse import HEARTBEAT_S
@@ -83,20 +83,19 @@ def make_question(
     return Question(files, tokens, prompt_tokens, fidelity, sampling)
 
 
-async def ask(
+def put_question(
     services: Services,
     tenant: str,
     question: Question,
     *,
     received_at: float,
     waited: bool,
-    request_id: str,
+    origin: Origin,
+    job_id: str | None = None,
     idempotency_key: str | None = None,
-) -> AsyncGenerator[Stage | Text | Finished, None]:
-    """The answer as it is made; closing the generator early cancels the job, unless somebody else reads it too.
-
-    `received_at` in unix seconds. Raises InternalError and what the worker refused.
-    """
+    priority: int = ANSWER_PRIORITY,
+) -> Job:
+    """The job that answers, put now or, under the same `job_id` or key, before. `received_at` in unix seconds."""
     payload: AnswerPayload = {
         "documents": [ready.document.id for ready in question.files],
         "question": question.tokens,
@@ -104,14 +103,49 @@ async def ask(
         "sampling": asdict(question.sampling),
         "received_at": received_at,
         "waited": waited,
-        "request_id": request_id,
+        **origin,
     }
-    job_id = await to_thread.run_sync(_put, services, tenant, payload, idempotency_key)
+
+    def put(job_id: str | None) -> Job:
+        job = NewJob(
+            kind="answer",
+            tenant=tenant,
+            payload=payload,
+            priority=priority,
+            cost_tokens=len(payload["question"]) + payload["sampling"]["max_tokens"],
+            job_id=job_id,
+            max_attempts=services.settings.max_attempts,
+        )
+        return services.queue.put(job)
+
+    if idempotency_key is None:
+        return put(job_id)
+    # The same key with another question is not the same request.
+    asked = json.dumps([payload["documents"], payload["question"], payload["fidelity"]])
+    base = derived_id(tenant, "answer", idempotency_key, asked).replace("file-", "answer-")
+    # An attempt that was cancelled or failed must not be what a retry is given.
+    for attempt in range(100):
+        try:
+            job = services.queue.get(f"{base}-{attempt}")
+        except UnknownJob:
+            return put(f"{base}-{attempt}")
+        if job.state in ("queued", "running", "succeeded") and job.payload != SCRUBBED:
+            return job
+    return put(None)
+
+
+async def read_answer(
+    services: Services, job_id: str, received_at: float
+) -> AsyncGenerator[Stage | Text | Finished, None]:
+    """The answer as it is made; closing the generator early cancels the job, unless somebody else reads it too.
+
+    Raises InternalError and what the worker refused.
+    """
     readers = services.answer_readers
     readers[job_id] += 1
     finished = False
     try:
-        async with aclosing(_follow(services, job_id, received_at)) as steps:
+        async with aclosing(follow_answer(services, job_id, received_at)) as steps:
             async for step in steps:
                 finished = isinstance(step, Finished)
                 yield step
@@ -125,36 +159,6 @@ async def ask(
                     await to_thread.run_sync(_cancel, services, job_id)
 
 
-def _put(services: Services, tenant: str, payload: AnswerPayload, idempotency_key: str | None) -> str:
-    def put(job_id: str | None) -> str:
-        job = NewJob(
-            kind="answer",
-            tenant=tenant,
-            payload=payload,
-            priority=ANSWER_PRIORITY,
-            cost_tokens=len(payload["question"]) + payload["sampling"]["max_tokens"],
-            job_id=job_id,
-            max_attempts=services.settings.max_attempts,
-        )
-        return services.queue.put(job).id
-
-    if idempotency_key is None:
-        return put(None)
-    # The same key with another question is not the same request.
-    asked = json.dumps([payload["documents"], payload["question"], payload["fidelity"]])
-    base = derived_id(tenant, "answer", idempotency_key, asked).replace("file-", "answer-")
-    # An attempt that was cancelled or failed must not be what a retry is given.
-    for attempt in range(100):
-        job_id = f"{base}-{attempt}"
-        try:
-            state = services.queue.get(job_id).state
-        except UnknownJob:
-            return put(job_id)
-        if state in ("queued", "running", "succeeded"):
-            return job_id
-    return put(None)
-
-
 def _cancel(services: Services, job_id: str) -> None:
     try:
         services.queue.cancel(job_id)
@@ -162,8 +166,13 @@ def _cancel(services: Services, job_id: str) -> None:
         return
 
 
-async def _follow(services: Services, job_id: str, received_at: float) -> AsyncGenerator[Stage | Text | Finished, None]:
-    """Events of an answer job as steps; a Stage at least every HEARTBEAT_S while there is no text."""
+async def follow_answer(
+    services: Services, job_id: str, received_at: float
+) -> AsyncGenerator[Stage | Text | Finished, None]:
+    """Events of an answer job as steps; a Stage at least every HEARTBEAT_S while there is no text.
+
+    Who reads the same job again gets the same texts. Raises what ended it, if that wasn't success, and UnknownJob.
+    """
     seq, sent, attempt, ttft_s = 0, "", "", None
     while True:
         events = await services.queue.events_async(job_id, seq, timeout_s=HEARTBEAT_S)
@@ -200,6 +209,10 @@ def _finish(services: Services, job_id: str, event: Event, sent: str, ttft_s: fl
     """Raises what ended the job, if that wasn't success."""
     if event.data["state"] == "succeeded":
         result = dict(services.queue.get(job_id).result or {})
+        if result == SCRUBBED:
+            raise NotFound(
+                "its document was deleted, and the answer with it", code="document_deleted", param="messages"
+            )
         return Finished(str(result.get("text", sent)), result["ttft_s"] if ttft_s is None else ttft_s, result)
     error = event.data.get("error") or {}
     code, message = error.get("code", "answer_failed"), error.get("message", f"the answer was {event.data['state']}")

@@ -9,17 +9,22 @@ from anyio import to_thread
 from fastapi import FastAPI
 
 from service import errors
-from service.auth import KeyRing, RateLimiter
+from service.auth import KeyRing
 from service.dependencies import KVDescriptions, Services
 from service.documents.base import Documents
+from service.idempotency import Idempotency
+from service.limits.base import LimitStore
+from service.limits.gate import Gate
 from service.metrics import Metrics
 from service.middleware import Authentication, RequestScope
+from service.objects.base import Objects
 from service.origins import OwnPagesOnly
 from service.queue.base import Queue
 from service.routes import chat, console, files, health, models, passages
 from service.routes import documents as document_routes
 from service.served_model import ServedModel
 from service.settings import Settings
+from service.traces import Traces
 from service.uploads import UploadStore
 
 log = logging.getLogger(__name__)
@@ -33,19 +38,22 @@ def create_app(
     *,
     queue: Queue,
     documents: Documents,
+    objects: Objects,
+    limits: LimitStore,
     kv_store: KVDescriptions,
     model: ServedModel,
     metrics: Metrics,
     worker_seen: Callable[[], bool],
     engine_digest: Callable[[str], str | None],
     keys: KeyRing | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """The app for one API process; what it is handed stays the caller's to close.
 
     `worker_seen` says whether a worker was heard of lately, `engine_digest` what KV of a fidelity is made under now.
     """
     uploads = UploadStore(
-        settings.data_dir,
+        settings.files_dir,
         documents,
         max_upload_bytes=settings.max_upload_bytes,
         cap_bytes=settings.upload_bytes,
@@ -55,12 +63,15 @@ def create_app(
         settings=settings,
         queue=queue,
         documents=documents,
+        objects=objects,
+        gate=Gate(limits),
         kv_store=kv_store,
         model=model,
         uploads=uploads,
         metrics=metrics,
         worker_seen=worker_seen,
         engine_digest=engine_digest,
+        traces=traces or Traces(),
     )
 
     @asynccontextmanager
@@ -76,8 +87,9 @@ def create_app(
     app.state.keys = bool(keys)
     for routes in (files, document_routes, passages, chat, models, health, console):
         app.include_router(routes.router)
-    app.add_middleware(Authentication, keys=keys or KeyRing(), limiter=RateLimiter())
+    app.add_middleware(Idempotency, objects=objects)
+    app.add_middleware(Authentication, keys=keys or KeyRing(), gate=services.gate)
     if not keys:
         app.add_middleware(OwnPagesOnly, settings=settings)
-    app.add_middleware(RequestScope, metrics=metrics)
+    app.add_middleware(RequestScope, metrics=metrics, traces=services.traces)
     return app

@@ -1,18 +1,16 @@
-"""API keys: who is calling, and how much they may ask for."""
+"""API keys: who is calling, and how much they may ask for (service.limits holds them to it)."""
 
 import hashlib
 import hmac
 import ipaddress
 import json
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from service.errors import RateLimited, Unauthorized
+from service.errors import Unauthorized
 
 LOCAL_TENANT = "local"
 
@@ -30,6 +28,13 @@ class Limits(BaseModel):
 
     requests_per_minute: int | None = Field(default=None, ge=1)
     concurrent_requests: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)  # of questions, and what their answers may have
+    concurrent_answers: int | None = Field(default=None, ge=1)
+    stored_bytes: int | None = Field(default=None, ge=1)  # of all uploads that the key's tenant keeps
+
+    @property
+    def count_requests(self) -> bool:
+        return self.requests_per_minute is not None or self.concurrent_requests is not None
 
 
 class Key(BaseModel):
@@ -40,6 +45,7 @@ class Key(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
     tenant: str = Field(min_length=1, max_length=128)
     limits: Limits = Limits()
+    admin: bool = False  # may see and steer the work of all tenants
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Principal:
     tenant: str
     limits: Limits = field(default_factory=Limits)
     key_id: str = ""  # what requests are counted by
+    admin: bool = False
 
 
 class KeyRing:
@@ -71,10 +78,15 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    @property
+    def tenants(self) -> Sequence[str]:
+        """In the order of the file; of a server without keys, the local one."""
+        return [key.tenant for _, key in self._keys] or [LOCAL_TENANT]
+
     def authenticate(self, authorization: str | None) -> Principal:
         """Raises Unauthorized. Compares with every key, so the time taken tells nothing."""
         if not self._keys:
-            return Principal(LOCAL_TENANT)
+            return Principal(LOCAL_TENANT, admin=True)
         scheme, _, secret = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():
             raise Unauthorized("No API key was given: send it as 'Authorization: Bearer KEY'.")
@@ -85,7 +97,7 @@ class KeyRing:
                 found = key
         if found is None:
             raise Unauthorized("Incorrect API key provided.")
-        return Principal(found.tenant, found.limits, found.sha256)
+        return Principal(found.tenant, found.limits, found.sha256, found.admin)
 
 
 def check_binding(host: str, keys: KeyRing, *, insecure: bool) -> None:
@@ -101,49 +113,3 @@ def check_binding(host: str, keys: KeyRing, *, insecure: bool) -> None:
             f"listening on {host} without API keys would let anybody in: set FOREWORD_API_KEYS_FILE, "
             "listen on 127.0.0.1, or pass --insecure"
         )
-
-
-class RateLimiter:
-    """A token bucket and a count of running requests for each key, held by one API process."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # tokens left, when that was
-        self._running: dict[str, int] = {}
-
-    def enter(self, principal: Principal) -> Mapping[str, str]:
-        """Count one request in; `leave` must follow. Returns x-ratelimit-* headers. Raises RateLimited."""
-        limits, key = principal.limits, principal.key_id
-        running = self._running.get(key, 0)
-        if limits.concurrent_requests is not None and running >= limits.concurrent_requests:
-            raise RateLimited(
-                f"{running} requests of this key are running, {limits.concurrent_requests} may", retry_after_s=1.0
-            )
-        headers = self._take(limits.requests_per_minute, key) if limits.requests_per_minute else {}
-        self._running[key] = running + 1
-        return headers
-
-    def leave(self, principal: Principal) -> None:
-        running = self._running.pop(principal.key_id) - 1
-        if running:
-            self._running[principal.key_id] = running
-
-    def _take(self, per_minute: int, key: str) -> Mapping[str, str]:
-        now = self._clock()
-        tokens, since = self._buckets.get(key, (float(per_minute), now))
-        tokens = min(float(per_minute), tokens + (now - since) * per_minute / 60)
-        allowed = tokens >= 1
-        tokens -= allowed
-        self._buckets[key] = (tokens, now)
-        headers = {
-            "x-ratelimit-limit-requests": str(per_minute),
-            "x-ratelimit-remaining-requests": str(int(tokens)),
-            "x-ratelimit-reset-requests": f"{math.ceil((per_minute - tokens) * 60 / per_minute)}s",
-        }
-        if not allowed:
-            raise RateLimited(
-                f"more than {per_minute} requests a minute with this key",
-                retry_after_s=(1 - tokens) * 60 / per_minute,
-                headers=headers,
-            )
-        return headers

@@ -11,14 +11,18 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from engine.kv_store import VerifyReport
+from service.auth import Principal
 from service.documents.base import Documents
 from service.errors import InvalidRequest, TooLarge, UnsupportedMediaType
 from service.kv_policy import KeepsPolicies
+from service.limits.gate import Gate
 from service.metrics import Metrics
 from service.middleware import principal_of
+from service.objects.base import Objects
 from service.queue.base import Queue
 from service.served_model import ServedModel
 from service.settings import Settings
+from service.traces import Traces
 from service.uploads import UploadStore
 
 MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
@@ -42,12 +46,15 @@ class Services:
     settings: Settings
     queue: Queue
     documents: Documents
+    objects: Objects
+    gate: Gate
     kv_store: KVDescriptions
     model: ServedModel
     uploads: UploadStore
     metrics: Metrics
     worker_seen: Callable[[], bool]
     engine_digest: Callable[[str], str | None]  # of a fidelity; None while no worker has told it
+    traces: Traces = field(default_factory=Traces)
     answer_readers: Counter[str] = field(default_factory=Counter)  # job id → responses of this process that follow it
 
 
@@ -58,6 +65,10 @@ def get_services(request: Request) -> Services:
 
 def get_tenant(request: Request) -> str:
     return principal_of(request.scope).tenant
+
+
+def get_principal(request: Request) -> Principal:
+    return principal_of(request.scope)
 
 
 async def get_json(request: Request) -> dict[str, Any]:
@@ -97,4 +108,5 @@ def load_json(text: str) -> Any:
 
 ServicesDep = Annotated[Services, Depends(get_services)]
 TenantDep = Annotated[str, Depends(get_tenant)]
+PrincipalDep = Annotated[Principal, Depends(get_principal)]
 JsonDep = Annotated[dict[str, Any], Depends(get_json)]

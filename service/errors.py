@@ -14,7 +14,9 @@ ApiError                     status, code
 ├── TooLarge                 413  file_too_large, request_too_large
 ├── UnsupportedMediaType     415  unsupported_media_type
 ├── DocumentFailed           422  the document's own code: encrypted_pdf, unsafe_archive, …
+├── KeyReused                422  idempotency_key_reused
 ├── RateLimited              429  rate_limit_exceeded
+├── QuotaExceeded            429  insufficient_quota
 ├── InternalError            500  internal_error, answer_failed
 ├── Unavailable              503  unavailable
 └── StorageExhausted         507  storage_full
@@ -150,6 +152,19 @@ class RateLimited(ApiError):
         super().__init__(message, headers={"retry-after": str(max(1, math.ceil(retry_after_s))), **(headers or {})})
 
 
+class KeyReused(ApiError):
+    status = 422
+    code = "idempotency_key_reused"
+
+
+class QuotaExceeded(ApiError):
+    """Waiting doesn't help: something must be deleted first."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+
 class InternalError(ApiError):
     status = 500
     type = "server_error"
@@ -218,7 +233,7 @@ def install(app: FastAPI) -> None:
         if isinstance(translated, NotFound | MethodNotAllowed) and isinstance(error, HTTPException):
             translated.message = f"{translated.message}: {request.method} {request.url.path}"
         if translated.status >= 500:
-            log.warning("%s %s: %s", request.method, request.url.path, error)
+            log.warning("%s: %s", translated.code, type(error).__name__, exc_info=error)
         return translated.response()
 
     for kind in (ApiError, RequestValidationError, UnknownRecord, EngineError, QueueError, HTTPException, OSError):

@@ -5,17 +5,19 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from service.answers import Finished, Text, ask, make_question
+from service.answers import Finished, Text, make_question, put_question, read_answer
 from service.completions import Completion
 from service.conversation import Conversation, decode_inline, read_conversation
 from service.dependencies import Services
-from service.intake import take_inline
+from service.intake import derived_id, take_inline
+from service.payloads import origin_of
 from service.quotes import QuoteCheck, verifier
 from service.schemas import ChatRequest
 from service.sse import EventStream, until_disconnect
@@ -68,7 +70,9 @@ class _Exchange:
         self._file_ids = file_ids
         self._received_at = received_at
         self._request = request
-        self.completion = Completion(services, f"chatcmpl-{secrets.token_hex(12)}")
+        self._key = request.headers.get("idempotency-key")
+        name = secrets.token_hex(12) if self._key is None else derived_id(tenant, "chat", self._key)[-24:]
+        self.completion = Completion(services, f"chatcmpl-{name}")
 
     def ready(self, files: Sequence[ReadyFile]) -> None:
         """The documents are known. Raises ContextLengthExceeded, InvalidRequest."""
@@ -84,16 +88,19 @@ class _Exchange:
                     else:
                         await to_thread.run_sync(self.ready, stage)
         assert self.completion.question is not None
-        answer = ask(
+        put = partial(
+            put_question,
             self._services,
             self._tenant,
             self.completion.question,
             received_at=self._received_at,
             waited=waited,
-            request_id=self._request.state.request_id,
-            idempotency_key=self._request.headers.get("idempotency-key"),
+            origin=origin_of(self._request.scope["state"]),
+            idempotency_key=self._key,
         )
-        async with aclosing(answer):
+        job = await to_thread.run_sync(put)
+        self.completion.created = int(job.created_at)
+        async with aclosing(read_answer(self._services, job.id, self._received_at)) as answer:
             async for step in answer:
                 yield step
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from service.dependencies import Services, load_json
 from service.documents.base import FileRecord, UnknownRecord
 from service.errors import Conflict, InvalidRequest, NotFound, from_validation
+from service.middleware import principal_of
 from service.payloads import IngestPayload, origin_of
 from service.queue.base import Effects, NewJob, RecordChange
 from service.schemas import UploadOptions
@@ -34,7 +35,8 @@ async def take_upload(services: Services, request: Request, tenant: str, *, sing
     if key and (known := await to_thread.run_sync(_find_or_clear, services, tenant, file_id)):
         return known
     try:
-        async with services.uploads.open(file_id, tenant) as upload:
+        quota_bytes = principal_of(request.scope).limits.stored_bytes
+        async with services.uploads.open(file_id, tenant, quota_bytes=quota_bytes) as upload:
             length = request.headers.get("content-length", "")
             await services.uploads.receive(
                 upload,
@@ -139,7 +141,8 @@ async def take_inline(services: Services, request: Request, tenant: str, filenam
         file_id = new_id()
     options = UploadOptions(expires_after_s=int(INLINE_LIFETIME_S))
     try:
-        async with services.uploads.open(file_id, tenant) as upload:
+        quota_bytes = principal_of(request.scope).limits.stored_bytes
+        async with services.uploads.open(file_id, tenant, quota_bytes=quota_bytes) as upload:
             await services.uploads.receive_bytes(upload, filename, data)
             return await keep(services, tenant, upload, options, started_at=time.time(), request=request)
     except FileExistsError as error:

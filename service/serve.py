@@ -1,4 +1,7 @@
-"""`foreword serve`: one machine, nothing else installed. The API in this process, a worker beside it."""
+"""`foreword serve`: the API in this process; on one machine, with nothing else installed, a worker beside it.
+
+With Redis any number of these run, here and elsewhere, and workers are processes of their own (`foreword worker`).
+"""
 
 import asyncio
 import logging
@@ -9,14 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from service.auth import KeyRing, check_binding
-from service.database import Database, database_path
-from service.documents.sqlite import SqliteDocuments
-from service.locks import PidLock
-from service.logs import configure_logging
-from service.metrics_folder import begin_metrics
-from service.presence import Workers
-from service.queue.sqlite_queue import SqliteQueue
-from service.salt import load_secret
+from service.locks import AlreadyLocked, PidLock
+from service.logs import configure_logging, log_uncaught
+from service.metrics_folder import begin_metrics, join_metrics
+from service.queue.base import QueueUnavailable
 from service.settings import Settings
 from service.supervisor import Supervisor, environment, worker_command
 from service.timer import Timer
@@ -42,74 +41,99 @@ class WorkerUnusable(Exception):
 def serve(settings: Settings, command: Sequence[str] | None = None) -> None:
     """Until SIGTERM or SIGINT. `command` starts a worker (default: this package's).
 
-    Raises AlreadyLocked, AddressInUse, AuthError, ModelError, DatabaseError, WorkerUnusable.
+    Raises AlreadyLocked, AddressInUse, AuthError, ModelError, WorkerUnusable, and what opening the backend raises.
     """
     settings = settings.resolved()
     configure_logging(settings.log_level)
+    log_uncaught()
     keys = KeyRing.load(settings.api_keys_file)
     check_binding(settings.host, keys, insecure=settings.insecure)
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users' documents lie there
     with ExitStack() as stack:
-        stack.enter_context(PidLock(settings.data_dir / "foreword.lock"))
+        alone = _lock(settings, stack)
         listener = stack.enter_context(listen(settings.host, settings.port))
-        begin_metrics(settings.data_dir)
-        load_secret(settings.data_dir)
+        (begin_metrics if alone else join_metrics)(settings.data_dir)
         _serve(settings, keys, listener, command or worker_command(), stack)
+
+
+def _lock(settings: Settings, stack: ExitStack) -> bool:
+    """Whether this is the only server on the data folder. Raises AlreadyLocked where it must be and isn't."""
+    try:
+        stack.enter_context(PidLock(settings.data_dir / "foreword.lock"))
+    except AlreadyLocked:
+        if settings.redis_url is None:
+            raise
+        return False
+    return True
 
 
 def _serve(
     settings: Settings, keys: KeyRing, listener: socket.socket, command: Sequence[str], stack: ExitStack
 ) -> None:
-    # Only now, since prometheus-client looks for the shared folder when it is imported.
+    # Only now: a refused start needs none of it.
     import uvicorn
 
-    from engine.kv_store import DiskLimits, KVCatalog
+    from engine.kv_store import Counters, DiskLimits, KVCatalog
     from engine.model_folder import resolve_model
     from service.app import create_app
+    from service.backend import open_api_backend
     from service.housekeeping import reclaim
-    from service.metrics import Metrics, forget_process
+    from service.metrics import Metrics
     from service.served_model import ServedModel
+    from service.traces import open_traces
 
     folder = resolve_model(settings.model, cache_dir=settings.cache_dir, weights=False)
     model = ServedModel.load(settings.model, folder)
-    database = Database(database_path(settings.data_dir))
-    stack.callback(database.close)
-    queue = SqliteQueue(database)
-    stack.callback(queue.close)
-    catalog = KVCatalog(settings.data_dir / "kv", DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes))
+    backend = open_api_backend(settings, model, stack)
+    metrics = Metrics(keys.tenants)
+    catalog = KVCatalog(
+        settings.data_dir / "kv",
+        DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes),
+        counters=Counters(metrics.kv_counted),
+    )
     stack.callback(catalog.close)
-    metrics, workers = Metrics(), Workers(settings.data_dir)
+    traces = open_traces(settings.otlp_endpoint, process="api", model=model.id)
+    stack.callback(traces.close)
     app = create_app(
         settings,
-        queue=queue,
-        documents=SqliteDocuments(database),
-        kv_store=catalog,
+        queue=backend.queue,
+        documents=backend.documents,
+        objects=backend.objects,
+        limits=backend.limits,
+        kv_store=backend.view_kv(catalog),
         model=model,
         metrics=metrics,
-        worker_seen=workers.seen,
-        engine_digest=workers.digest,
+        worker_seen=backend.workers.seen,
+        engine_digest=backend.workers.digest,
         keys=keys,
+        traces=traces,
     )
 
-    def worker_died(pid: int) -> None:
-        forget_process(pid)
-        metrics.worker_restarts.inc()
+    def tick() -> None:  # also while no worker lives to do it
+        backend.tick()
+        try:
+            reclaim(backend.queue, metrics)
+        except QueueUnavailable as error:
+            log.warning("no leases looked at: %s", error)
 
-    timer = Timer("reclaim", RECLAIM_S, lambda: reclaim(queue, metrics))  # also while no worker lives to do it
-    stack.callback(timer.close)
+    stack.callback(Timer("reclaim", RECLAIM_S, tick).close)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="on", server_header=False
     )
     server = uvicorn.Server(config)
     unusable = threading.Event()
 
+    def worker_died(pid: int) -> None:
+        metrics.worker_restarts.inc()
+
     def worker_unusable() -> None:
         unusable.set()
         server.should_exit = True
 
-    supervisor = Supervisor(command, environment(settings), died=worker_died, unusable=worker_unusable)
-    supervisor.start()
-    stack.callback(supervisor.close)
+    if settings.redis_url is None:
+        supervisor = Supervisor(command, environment(settings), died=worker_died, unusable=worker_unusable)
+        supervisor.start()
+        stack.callback(supervisor.close)
 
     def stop(number: int, frame: object) -> None:
         server.should_exit = True
@@ -118,7 +142,7 @@ def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d, data in %s", host, port, settings.data_dir)
+    log.info("listening on http://%s:%d, data in %s", host, port, settings.files_dir)
     asyncio.run(server.serve(sockets=[listener]))
     if unusable.is_set():
         raise WorkerUnusable("the worker can't run with this model and these settings: its last log line says why")

@@ -16,13 +16,15 @@ import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from anyio import to_thread
+from blake3 import blake3
 
 from service.documents.base import Documents, Json, UnknownRecord
-from service.errors import EmptyInput, StorageExhausted, TooLarge
+from service.errors import EmptyInput, QuotaExceeded, StorageExhausted, TooLarge
 from service.multipart import MAX_FIELD_BYTES, MAX_FIELDS, PartReader, boundary_of
+from service.queue.base import QueueUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +34,20 @@ UNLOCKED_S = 60.0
 _LOCK = "owner"
 
 
+class Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
 @dataclass
 class Upload:
     """One request's files and fields. `commit` makes them last; leaving its block without that removes them."""
 
     id: str
     folder: Path
+    tenant: str = ""
+    quota_bytes: int | None = None  # of all that its tenant keeps
+    most_bytes: int | None = None  # of this one, where that is less than any upload may have
+    replaces_bytes: int = 0  # counted already, under another name
     fields: dict[str, str] = field(default_factory=dict)
     sources: list[Json] = field(default_factory=list)  # [{"filename", "path"}], paths relative to the data folder
     size_bytes: int = 0
@@ -63,15 +73,28 @@ class UploadStore:
         self._root = data_dir / "uploads"
         self._incoming = self._root / ".incoming"
         self._incoming.mkdir(parents=True, exist_ok=True)
+        self.parts = self._root / ".parts"  # service.parts
         self._max_upload_bytes = max_upload_bytes
         self._cap_bytes = cap_bytes
         self._disk_floor_bytes = disk_floor_bytes
         self._open_uploads: dict[str, Upload] = {}  # on disk, but not yet counted by a record
 
     @contextlib.asynccontextmanager
-    async def open(self, upload_id: str, tenant: str) -> AsyncIterator[Upload]:
-        """A place for one upload; removed at the end of the block unless `commit` was called."""
+    async def open(
+        self,
+        upload_id: str,
+        tenant: str,
+        *,
+        quota_bytes: int | None = None,
+        most_bytes: int | None = None,
+        replaces_bytes: int = 0,
+    ) -> AsyncIterator[Upload]:
+        """A place for one upload; removed at the end of the block unless `commit` was called.
+
+        Raises FileExistsError while there is one of this id.
+        """
         upload = await to_thread.run_sync(self._open, upload_id, tenant)
+        upload.quota_bytes, upload.most_bytes, upload.replaces_bytes = quota_bytes, most_bytes, replaces_bytes
         try:
             yield upload
         finally:
@@ -86,7 +109,7 @@ class UploadStore:
         if length is not None:
             # Boundaries and fields come on top of the files: this early answer may only be generous.
             slack = min(length, MAX_FIELDS * MAX_FIELD_BYTES)
-            await to_thread.run_sync(self.check_room, length - slack)
+            await to_thread.run_sync(self._check, upload, length - slack)
         parts = PartReader(
             boundary,
             new_file=lambda filename: self._new_source(upload, filename),
@@ -102,10 +125,26 @@ class UploadStore:
 
     async def receive_bytes(self, upload: Upload, filename: str, data: bytes) -> None:
         """Bytes that came inside a JSON body. Raises TooLarge, StorageExhausted."""
-        await to_thread.run_sync(self.check_room, len(data))
+        await to_thread.run_sync(self._check, upload, len(data))
         path = self._new_source(upload, filename)
         await to_thread.run_sync(path.write_bytes, data)
         upload.size_bytes += len(data)
+
+    async def receive_files(self, upload: Upload, filename: str, paths: Sequence[Path], hasher: Hasher | None) -> None:
+        """Files of this store, put together as one. Raises TooLarge, StorageExhausted, QuotaExceeded."""
+        target = self._new_source(upload, filename)
+
+        def copy() -> None:
+            with target.open("wb") as sink:
+                for path in paths:
+                    with path.open("rb") as source:
+                        while chunk := source.read(CHUNK_BYTES):
+                            sink.write(chunk)
+                            self._count(upload, len(chunk))
+                            if hasher is not None:
+                                hasher.update(chunk)
+
+        await to_thread.run_sync(copy)
 
     async def commit(self, upload: Upload, record: Callable[[], None]) -> None:
         """Bytes to disk, then under their final name, then `record` (which must be durable when it returns).
@@ -114,13 +153,14 @@ class UploadStore:
         """
         if upload.size_bytes == 0:
             raise EmptyInput("the upload is empty: at least one byte is expected", param="file")
+        await to_thread.run_sync(self._check_quota, upload, 0)
         await to_thread.run_sync(self._commit, upload, record)
 
-    def check_room(self, size_bytes: int) -> None:
+    def check_room(self, size_bytes: int, *, replaces_bytes: int = 0) -> None:
         """Raises TooLarge or StorageExhausted when so many bytes more can't be kept."""
         if size_bytes > self._max_upload_bytes:
             raise TooLarge(f"{size_bytes} bytes are more than the {self._max_upload_bytes} that one upload may have")
-        used = self.used_bytes()
+        used = self.used_bytes() - replaces_bytes
         if used + size_bytes > self._cap_bytes:
             raise StorageExhausted(
                 f"{size_bytes} bytes beside the {used} held are more than the {self._cap_bytes} for uploads: "
@@ -133,8 +173,26 @@ class UploadStore:
             )
 
     def used_bytes(self) -> int:
-        """Bytes of all uploads, those on their way to this process included."""
-        return self._documents.uploaded_bytes() + sum(upload.size_bytes for upload in list(self._open_uploads.values()))
+        """Bytes of all uploads, those on their way to this process and parts of larger ones included."""
+        under_way = sum(upload.size_bytes for upload in list(self._open_uploads.values()))
+        return self._documents.uploaded_bytes() + under_way + sum(_sizes(self.parts, "*/*/*"))
+
+    def parts_of(self, tenant: str) -> Path:
+        """The folder of a tenant's uploads in parts."""
+        return self.parts / blake3(tenant.encode()).hexdigest()[:24]
+
+    def check_quota(self, tenant: str, quota_bytes: int | None, size_bytes: int, *, replaces_bytes: int = 0) -> None:
+        """Raises QuotaExceeded when so many bytes more are more than this tenant may keep."""
+        if quota_bytes is None:
+            return
+        under_way = [upload.size_bytes for upload in list(self._open_uploads.values()) if upload.tenant == tenant]
+        used = self._documents.uploaded_bytes(tenant) + sum(under_way) + sum(_sizes(self.parts_of(tenant), "*/*"))
+        used -= replaces_bytes
+        if used + size_bytes > quota_bytes:
+            raise QuotaExceeded(
+                f"{size_bytes} bytes beside the {used} that are kept are more than the {quota_bytes} that this key "
+                "allows: delete files that are no longer needed"
+            )
 
     def paths(self, sources: Sequence[Json]) -> list[tuple[str, Path]]:
         """(filename, absolute path) of a file record's sources."""
@@ -169,7 +227,7 @@ class UploadStore:
         return removed
 
     def _kept(self) -> list[Path]:
-        return [folder for folder in self._root.iterdir() if folder != self._incoming]
+        return [folder for folder in self._root.iterdir() if folder not in (self._incoming, self.parts)]
 
     def _open(self, upload_id: str, tenant: str) -> Upload:
         folder = self._incoming / upload_id
@@ -178,7 +236,7 @@ class UploadStore:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(tenant.encode())
         lock.flush()
-        upload = Upload(upload_id, folder, _lock=lock)
+        upload = Upload(upload_id, folder, tenant, _lock=lock)
         self._open_uploads[upload_id] = upload
         return upload
 
@@ -192,12 +250,20 @@ class UploadStore:
         for path in upload.folder.iterdir():
             with path.open("rb") as handle:
                 os.fsync(handle.fileno())
-        _fsync_folder(upload.folder)
+        fsync_folder(upload.folder)
         final = self._root / upload.id
+        if final.exists():  # of an earlier request with this id that was never recorded
+            shutil.rmtree(final)
         upload.folder.rename(final)
         upload.folder = final
-        _fsync_folder(self._root)
-        record()
+        fsync_folder(self._root)
+        try:
+            record()
+        except QueueUnavailable:  # whether it was recorded nobody knows: `sweep` will find out
+            if upload._lock is not None:
+                upload._lock.close()
+                upload._lock = None
+            raise
         (final / _LOCK).unlink()
         if upload._lock is not None:
             upload._lock.close()
@@ -211,11 +277,20 @@ class UploadStore:
 
     def _count(self, upload: Upload, count: int) -> None:
         upload.size_bytes += count
-        if upload.size_bytes > self._max_upload_bytes:
-            raise TooLarge(f"the upload is larger than the {self._max_upload_bytes} bytes that one may have")
+        most_bytes = self._max_upload_bytes if upload.most_bytes is None else upload.most_bytes
+        if upload.size_bytes > most_bytes:
+            raise TooLarge(f"the upload is larger than the {most_bytes} bytes that one may have")
         if upload.size_bytes >= upload.next_check_bytes:
             upload.next_check_bytes = upload.size_bytes + CHECK_BYTES
-            self.check_room(0)
+            self._check(upload, 0)
+
+    def _check(self, upload: Upload, more_bytes: int) -> None:
+        self.check_room(more_bytes, replaces_bytes=upload.replaces_bytes)
+        self._check_quota(upload, more_bytes)
+
+    def _check_quota(self, upload: Upload, more_bytes: int) -> None:
+        replaces_bytes = upload.replaces_bytes
+        self.check_quota(upload.tenant, upload.quota_bytes, more_bytes, replaces_bytes=replaces_bytes)
 
 
 def clean_name(name: str) -> str:
@@ -235,6 +310,13 @@ def zip_stream(files: Sequence[tuple[str, Path]]) -> Iterator[bytes]:
                     target.write(chunk)
                     yield sink.take()
     yield sink.take()
+
+
+def _sizes(folder: Path, pattern: str) -> Iterator[int]:
+    """Of the files that match; what goes away meanwhile counts nothing."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            yield path.stat().st_size
 
 
 class _Sink(io.RawIOBase):
@@ -257,7 +339,7 @@ class _Sink(io.RawIOBase):
         return taken
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

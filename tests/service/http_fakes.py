@@ -19,7 +19,9 @@ from service.app import create_app
 from service.auth import KeyRing
 from service.database import Database
 from service.documents.sqlite import SqliteDocuments
+from service.limits.sqlite import SqliteLimits
 from service.metrics import Metrics
+from service.objects.sqlite import SqliteObjects
 from service.queue.base import Effects, Job, JobKind, LeaseLost, NewJob, RecordChange
 from service.queue.sqlite_queue import SqliteQueue
 from service.served_model import ServedModel
@@ -213,6 +215,7 @@ class Server:
         self.database = Database(data_dir / "foreword.sqlite3")
         self.queue = SqliteQueue(self.database)
         self.documents = SqliteDocuments(self.database)
+        self.objects = SqliteObjects(self.database)
         self.kv = FakeKV()
         self._clients: dict[str, OpenAI] = {}
         self.worker = FakeWorker(self)
@@ -222,6 +225,8 @@ class Server:
             self.settings,
             queue=self.queue,
             documents=self.documents,
+            objects=self.objects,
+            limits=SqliteLimits(self.database),
             kv_store=self.kv,
             model=self.model,
             metrics=Metrics(),

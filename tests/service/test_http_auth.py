@@ -10,8 +10,8 @@ import httpx
 import pytest
 from openai import AuthenticationError, NotFoundError, RateLimitError
 
-from service.auth import AuthError, Key, KeyRing, Limits, Principal, RateLimiter, check_binding
-from service.errors import RateLimited, Unauthorized
+from service.auth import AuthError, Key, KeyRing, Limits, Principal, check_binding
+from service.errors import Unauthorized
 from tests.service.http_fakes import Server, serving
 
 
@@ -139,29 +139,3 @@ def test_without_keys_only_this_machine_may_call() -> None:
             check_binding(host, KeyRing(), insecure=False)
         check_binding(host, KeyRing(), insecure=True)
         check_binding(host, KeyRing([key("k", "t")]), insecure=False)
-
-
-def test_the_bucket_fills_again() -> None:
-    now = 0.0
-    limiter = RateLimiter(clock=lambda: now)
-    principal = Principal("t", Limits(requests_per_minute=60), "k")
-    for _ in range(60):
-        limiter.enter(principal)
-        limiter.leave(principal)
-    with pytest.raises(RateLimited) as error:
-        limiter.enter(principal)
-    assert error.value.headers["retry-after"] == "1"
-    now = 2.0
-    assert limiter.enter(principal)["x-ratelimit-remaining-requests"] == "1"
-    limiter.leave(principal)
-    limiter.enter(Principal("t", Limits(requests_per_minute=1), "other"))
-
-
-def test_a_refused_request_is_not_counted_as_running() -> None:
-    limiter = RateLimiter()
-    principal = Principal("t", Limits(concurrent_requests=1), "k")
-    for _ in range(3):
-        limiter.enter(principal)
-        with pytest.raises(RateLimited):
-            limiter.enter(principal)
-        limiter.leave(principal)

@@ -441,11 +441,15 @@ def test_same_idempotency_key_is_answered_once(client: OpenAI, server: Server) -
     before = len(server.worker.answered)
     options = {"extra_headers": {"Idempotency-Key": "answer-1"}}
     texts = [ask(client, text("Q"), **options).choices[0].message.content for _ in range(2)]
-    texts.append("".join(c.choices[0].delta.content or "" for c in ask(client, text("Q"), stream=True, **options)))
-    assert texts == ["Answer about 0 documents"] * 3
-    assert len(server.worker.answered) == before + 1
-    ask(client, text("Another question"), **options)
+    assert texts == ["Answer about 0 documents"] * 2
+    streams = {"stream": True, "extra_headers": {"Idempotency-Key": "answer-2"}}
+    for _ in range(2):
+        texts.append("".join(c.choices[0].delta.content or "" for c in ask(client, text("Q"), **streams)))
+    assert texts == ["Answer about 0 documents"] * 4
     assert len(server.worker.answered) == before + 2
+    with pytest.raises(UnprocessableEntityError) as error:
+        ask(client, text("Another question"), **options)
+    assert error.value.code == "idempotency_key_reused"
 
 
 @pytest.mark.parametrize("steady", [True, False])

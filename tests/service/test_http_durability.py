@@ -80,7 +80,7 @@ def test_half_an_upload_is_swept_at_the_next_start(tmp_path: Path) -> None:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(
-                b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+                b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n"
                 b"Content-Type: multipart/form-data; boundary=b\r\n\r\n"
                 b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 100_000
             )

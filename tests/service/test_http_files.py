@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI, UnprocessableEntityError
 
 from tests.service.http_fakes import Server, serving
 
@@ -180,8 +180,9 @@ def test_same_idempotency_key_is_the_same_file(client: OpenAI, server: Server) -
     assert first.id == again.id != other.id
     client.files.wait_for_processing(first.id, poll_interval=0.02)
     client.files.delete(first.id)
-    new = client.files.create(file=("a.txt", b"two"), purpose="user_data", extra_headers=headers)
-    assert client.files.wait_for_processing(new.id, poll_interval=0.02).status == "processed"
+    with pytest.raises(UnprocessableEntityError) as error:
+        client.files.create(file=("a.txt", b"two"), purpose="user_data", extra_headers=headers)
+    assert error.value.code == "idempotency_key_reused"
 
 
 def test_too_large_by_length_and_by_bytes(tmp_path: Path) -> None:
