@@ -105,8 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, described in _SWITCHES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=described)
     parser.add_argument("--ocr", choices=("auto", "off"), default="auto")
+    parser.add_argument("--office", choices=("auto", "off"), default="auto", help="LibreOffice for old Word files")
     args = parser.parse_args(arguments)
-    options = IngestOptions(ocr=args.ocr, **{name: getattr(args, name) for name in _SWITCHES})
+    options = IngestOptions(ocr=args.ocr, office=args.office, **{name: getattr(args, name) for name in _SWITCHES})
     return ingest_command(args.path, args.out, args.kind, args.base, tokenizer_file=args.tokenizer, options=options)
 
 

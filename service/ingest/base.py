@@ -67,6 +67,7 @@ class IngestOptions:
     mask_secrets: bool = False  # replace suspected secrets by a mark
     mark_deletions: bool = False  # show tracked deletions of DOCX as [deleted: …]
     ocr: Literal["auto", "off"] = "auto"  # auto: scanned pages go through tesseract where it is installed
+    office: Literal["auto", "off"] = "auto"  # auto: Word 97 files go through LibreOffice where it is installed
     header_once: bool = True  # running headers and footers of PDF pages stand once
 
 

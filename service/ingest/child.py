@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from service.ingest import landlock, sandbox
+from service.ingest import landlock, reports, sandbox
 from service.ingest.assemble import Assembler
 from service.ingest.base import IngestError, IngestLimits, IngestOptions, Source
 from service.ingest.collect import Attachment, Collection, Collector, OpenedMail
 from service.ingest.names import display_name
 from service.ingest.ocr import Ocr
+from service.ingest.office import PROGRAMS, Office
 from service.ingest.order import content_hash, keep_base_order
 from service.ingest.pool import ParserPool, available_cores
 from service.ingest.sections import Reader
@@ -30,7 +31,7 @@ from service.ingest.spool import Entry, Spool
 from service.ingest.stream import TokenStream
 from service.ingest.token_bytes import TextTokenizer
 
-TOOLS = ("git", "tesseract", "soffice")
+TOOLS = ("git", "tesseract", *PROGRAMS)
 COLLECT_SHARE = 0.2  # of the progress
 PROGRESS_EVERY_S = 0.2
 MAX_IGNORED_TOLD = 1000
@@ -93,6 +94,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     os.environ["RAYON_NUM_THREADS"] = str(limits.workers)
     progress = Progress()
     ocr = Ocr.find() if options.ocr == "auto" else None
+    office = Office.find() if options.office == "auto" else None
     spool = Spool(scratch / "spool")
     pool = ParserPool(limits.workers, documents=spool.folder, scratch=scratch / "parsed")
     pool.scratch.mkdir()
@@ -100,7 +102,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         sources = [Source(Path(s["path"]), s["filename"]) for s in request["sources"]]
         collector = Collector(spool, limits, options, _mail_opener(pool), lambda f, note: progress(f, note))
         collection = collector.collect(sources, request["kind"])
-        reader = Reader(collection.kind, spool, pool, limits, options, ocr)
+        reader = Reader(collection.kind, spool, pool, limits, options, ocr, office)
         entries = collection.entries
         for entry in entries:
             reader.judge(entry)
@@ -123,9 +125,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     manifest = {
         "version": 1,
         "kind": collection.kind,
-        "content_hash": content_hash(
-            collection.kind, options, entries, ocr=ocr.version if ocr and reader.used_ocr else None
-        ),
+        "content_hash": content_hash(collection.kind, options, entries, programs=reader.programs()),
         "stream_hash": stream_hash,
         "num_tokens": stream.num_tokens,
         "tokenizer_file": request["tokenizer_file"],
@@ -269,14 +269,19 @@ def main() -> None:
         write=[Path(request["scratch"])],
     )
     _end_with_parent()
+    _say(reports.began(request))
     try:
         _say({"result": run(request)})
     except IngestError as error:
         _say({"error": {"code": error.code, "message": error.message}})
     except OSError as error:
         if error.errno != 28:
+            _say(reports.crashed(request, error))
             raise
         _say({"error": {"code": "disk_full", "message": "the disk has no room for what the input unpacks to"}})
+    except Exception as error:
+        _say(reports.crashed(request, error))
+        raise
     sys.stdout.flush()
     # No waiting for threads: everything is written.
     os._exit(0)

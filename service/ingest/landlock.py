@@ -27,8 +27,8 @@ OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 # What programs and libraries of the system are made of: code, fonts, time zones, tables. Nobody's data.
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/fonts",
-    "/etc/localtime", "/etc/mime.types", "/proc/cpuinfo", "/proc/meminfo", "/proc/version",
-    "/sys/devices/system/cpu", "/dev/urandom",
+    "/etc/libreoffice", "/etc/localtime", "/etc/mime.types", "/proc/cpuinfo", "/proc/meminfo", "/proc/version",
+    "/sys/devices/system/cpu", "/var/lib/libreoffice", "/var/spool/libreoffice", "/dev/urandom",
 )  # fmt: skip
 DEVICES = ("/dev/null",)
 

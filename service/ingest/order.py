@@ -12,12 +12,11 @@ from service.ingest.base import FORMAT_VERSION, IngestError, IngestOptions
 from service.ingest.spool import Entry
 
 
-def content_hash(kind: str, options: IngestOptions, entries: Sequence[Entry], *, ocr: str | None) -> str:
+def content_hash(kind: str, options: IngestOptions, entries: Sequence[Entry], *, programs: Sequence[str]) -> str:
     """blake3 over (path, bytes) of every file in any order, and over what else decides the stream: kind, options,
-    format version, and the OCR program where one had a say."""
-    digest = blake3(
-        f"foreword ingest {FORMAT_VERSION}\0{kind}\0{json.dumps(asdict(options), sort_keys=True)}\0{ocr}".encode()
-    )
+    format version, and the versions of the programs that had a say (OCR, LibreOffice)."""
+    deciding = [kind, json.dumps(asdict(options), sort_keys=True), json.dumps(programs)]
+    digest = blake3("\0".join([f"foreword ingest {FORMAT_VERSION}", *deciding]).encode())
     for entry in sorted(entries, key=lambda e: e.path):
         if entry.reason in ("symlink", "submodule_missing", "link_target_missing"):
             content = f"{entry.reason}:{entry.detail}"

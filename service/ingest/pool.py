@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from service.ingest.base import IngestError
-from service.ingest.runner import child_environment
+from service.ingest.environment import child_environment
 
 Message = dict[str, Any]
 PAGES_PER_SPAN = 32  # fixed: what a span sees of its document must not depend on the machine

@@ -19,6 +19,9 @@ from typing import Any
 
 from service.ingest import landlock
 from service.ingest.base import KINDS, IngestError, IngestLimits, IngestOptions, IngestSummary, Kind, Source
+from service.ingest.environment import child_environment
+from service.ingest.reports import log_report
+from service.logs import current_fields
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ def ingest(
             "limits": asdict(limits),
             "options": asdict(options),
             "base_manifest": str(base_manifest.absolute()) if base_manifest else None,
+            "request_id": current_fields().get("request_id"),
         }
         result = _run_child(request, scratch, limits, progress or _silent)
         _publish(scratch / "out", out_dir)
@@ -85,23 +89,6 @@ def _tell_what_is_missing() -> None:
 
 def _silent(fraction: float, note: str) -> None:
     return None
-
-
-def child_environment(scratch: Path) -> dict[str, str]:
-    """What a child gets to see of the environment: no secrets of ours, its own home and temporary folder."""
-    root = Path(__file__).resolve().parents[2]
-    return {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "PYTHONPATH": str(root),
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HOME": str(scratch),
-        "TMPDIR": str(scratch),
-        "LANG": "C.UTF-8",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "OMP_THREAD_LIMIT": "1",
-    }
 
 
 def _run_child(
@@ -139,6 +126,8 @@ def _run_child(
             message = json.loads(line)
             if "progress" in message:
                 progress(message["progress"], message["note"])
+            elif "began" in message or "crashed" in message:
+                log_report(message, child.pid, request["request_id"])
             else:
                 answer = message
         child.wait()

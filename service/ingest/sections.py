@@ -1,5 +1,7 @@
 """From an entry to the messages of its section: which reader it gets, and what policy leaves out."""
 
+import contextlib
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +11,7 @@ from service.ingest import flavours, policy
 from service.ingest.base import IngestError, IngestLimits, IngestOptions
 from service.ingest.encodings import decode
 from service.ingest.ocr import Ocr
+from service.ingest.office import Office
 from service.ingest.pool import ParserPool, ParseTask
 from service.ingest.sniff import ARCHIVES, DOCUMENTS
 from service.ingest.spool import Entry, Spool
@@ -16,6 +19,7 @@ from service.ingest.text import is_binary, read_text, survey
 
 Message = dict[str, Any]
 HEAD_BYTES = 8192
+WORD_STREAM = "WordDocument".encode("utf-16-le")
 WHOLE_TEXT_BYTES = 8 * 1024 * 1024  # longer texts are never held whole: no pages, no transcript, just lines
 
 
@@ -52,12 +56,23 @@ class Reader:
         limits: IngestLimits,
         options: IngestOptions,
         ocr: Ocr | None,
+        office: Office | None,
     ) -> None:
         self.kind, self.spool, self.pool = kind, spool, pool
-        self.limits, self.options, self.ocr = limits, options, ocr
+        self.limits, self.options, self.ocr, self.office = limits, options, ocr, office
         self._tasks: dict[str, ParseTask] = {}
         self._ocr_pool = ThreadPoolExecutor(max(1, limits.workers), thread_name_prefix="ocr")
-        self.used_ocr = False
+        self._conversions: dict[str, Future[Path | None]] = {}
+        self._office_pool = ThreadPoolExecutor(1, thread_name_prefix="office")
+        self._used_ocr = self._used_office = False
+
+    def programs(self) -> list[str]:
+        """Versions of the installed programs that had a say in the text."""
+        used = [
+            self.ocr.version if self.ocr and self._used_ocr else "",
+            self.office.version if self.office and self._used_office else "",
+        ]
+        return [version for version in used if version]
 
     # --- what is left out --------------------------------------------------------------------------------------
 
@@ -88,12 +103,20 @@ class Reader:
 
     def read_ahead(self, entry: Entry) -> None:
         """Hand a document to the parsers; its messages wait until `messages` is called."""
-        if entry.reason is None and not entry.rendered and entry.format in DOCUMENTS and entry.path not in self._tasks:
-            assert entry.file is not None
+        if entry.reason is not None or entry.rendered or entry.format not in DOCUMENTS or self.is_ahead(entry):
+            return
+        assert entry.file is not None
+        if self.office is not None and entry.format == "ole" and _is_word(entry.file):
+            self._conversions[entry.path] = self._office_pool.submit(self._convert, self.office, entry.file)
+        else:
             self._tasks[entry.path] = self._submit(entry, entry.format, entry.file)
 
     def is_ahead(self, entry: Entry) -> bool:
-        return entry.path in self._tasks
+        return entry.path in self._tasks or entry.path in self._conversions
+
+    def _convert(self, office: Office, file: Path) -> Path | None:
+        converted = file.with_name(f"{file.name}-docx")
+        return converted if office.to_docx(file, converted) else None
 
     def _submit(self, entry: Entry, format: str, file: Path) -> ParseTask:
         request = {
@@ -120,9 +143,25 @@ class Reader:
             yield from self._plain(entry)
         elif entry.format in DOCUMENTS:
             self.read_ahead(entry)
-            yield from self._document(entry, self._tasks.pop(entry.path))
+            if entry.path in self._conversions:
+                yield from self._converted(entry, self._conversions.pop(entry.path).result())
+            else:
+                yield from self._document(entry, self._tasks.pop(entry.path))
         else:
             yield from self._text(entry)
+
+    def _converted(self, entry: Entry, file: Path | None) -> Iterator[Message]:
+        """A Word 97 file as LibreOffice sees it; as our own reader does, if that fails or finds nothing."""
+        if file is not None:
+            with contextlib.suppress(IngestError):
+                messages = list(self._document(entry, self._submit(entry, "docx", file)))
+                if any(message.get("text", "").strip() for message in messages):
+                    self._used_office = True
+                    yield {"warning": {"code": "doc_by_libreoffice"}}
+                    yield from messages
+                    return
+        assert entry.file is not None
+        yield from self._document(entry, self._submit(entry, "ole", entry.file))
 
     def _document(self, entry: Entry, task: ParseTask) -> Iterator[Message]:
         waiting: list[Message] = []
@@ -134,7 +173,7 @@ class Reader:
                 continue
             if "ocr" in message:
                 assert self.ocr is not None
-                self.used_ocr = True
+                self._used_ocr = True
                 page = message["ocr"]
                 future: Future[str] = self._ocr_pool.submit(self.ocr.read, Path(page["image"]))
                 waiting.append({"text": future, "number": page["page"]})
@@ -212,7 +251,14 @@ class Reader:
 
     def close(self) -> None:
         self._ocr_pool.shutdown(wait=False, cancel_futures=True)
+        self._office_pool.shutdown(wait=False, cancel_futures=True)
         self.pool.close()
+
+
+def _is_word(file: Path) -> bool:
+    """Whether a compound file names a WordDocument stream: no more than a search, the parser knows for sure."""
+    with open(file, "rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(WORD_STREAM) >= 0
 
 
 def _is_open(message: Message) -> bool:

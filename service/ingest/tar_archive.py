@@ -14,6 +14,7 @@ from service.ingest.base import IngestError
 from service.ingest.names import display_name, split_path
 from service.ingest.sniff import is_tar_header
 from service.ingest.spool import BLOCK, Budget, ByteStream, Entry, Spool
+from service.ingest.zip_archive import UNNAMED
 
 CORRUPT = (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError, ValueError)
 COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".z", ".lzma")
@@ -128,11 +129,11 @@ def read_tar(stream: WatchedStream, spool: Spool, budget: Budget) -> Iterator[tu
     with tarfile.open(fileobj=stream, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
         for member in archive:
             parts = split_path(member.name)
-            if not parts:
-                continue
             if member.isdir():
-                yield parts, Entry(path="", reason="directory")
+                if parts:
+                    yield parts, Entry(path="", reason="directory")
                 continue
+            parts = parts or [UNNAMED]
             budget.add_entry()
             entry = _read_member(archive, member, spool, budget, by_name)
             by_name["/".join(parts)] = entry

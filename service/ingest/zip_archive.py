@@ -18,6 +18,7 @@ CREATED_ON_UNIX = 3
 UNICODE_PATH_EXTRA = 0x7075
 DIRECTORY_RECORD_BYTES = 46  # the least that one entry takes in the central directory
 MAX_LINK_BYTES = 4096
+UNNAMED = "unnamed"  # a file whose name is empty or `.` is a file all the same
 
 
 def read_zip(path: Path, spool: Spool, budget: Budget) -> Iterator[tuple[list[str], Entry]]:
@@ -32,7 +33,7 @@ def read_zip(path: Path, spool: Spool, budget: Budget) -> Iterator[tuple[list[st
         raise IngestError("archive_corrupt", f"the zip's directory can't be read: {error}") from error
     with archive:
         members = archive.infolist()
-        files = [m for m in members if not m.is_dir()]
+        files = [m for m in members if not _is_directory(m)]
         budget.add_entry(len(files))
         if files and all(m.flag_bits & ENCRYPTED_FLAG for m in files):
             raise IngestError(
@@ -40,11 +41,14 @@ def read_zip(path: Path, spool: Spool, budget: Budget) -> Iterator[tuple[list[st
             )
         named = [(member, split_path(_name(member))) for member in members]
         for member, parts in named:
-            if member.is_dir():
-                if parts:
-                    yield parts, Entry(path="", reason="directory")
+            if not _is_directory(member):
+                yield parts or [UNNAMED], _read_member(archive, member, spool, budget)
             elif parts:
-                yield parts, _read_member(archive, member, spool, budget)
+                yield parts, Entry(path="", reason="directory")
+
+
+def _is_directory(member: zipfile.ZipInfo) -> bool:
+    return member.filename.endswith("/")  # ZipInfo.is_dir fails on an empty name
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, spool: Spool, budget: Budget) -> Entry:

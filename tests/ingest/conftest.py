@@ -102,7 +102,7 @@ def read(tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) 
             "kind": kind,
             "tokenizer_file": str(tokenizer or tokenizer_file),
             "limits": asdict(limits or IngestLimits(workers=1)),
-            "options": asdict(options or IngestOptions(ocr="off")),
+            "options": asdict(options or IngestOptions(ocr="off", office="off")),
             "base_manifest": str(base) if base else None,
         }
         summary = child.run(request)

@@ -231,3 +231,16 @@ def test_what_a_file_is_goes_by_its_bytes(read: Read) -> None:
     assert "good" in read(make_tar({"a.txt": "good\n"}, "w:gz"), name="really.zip").text
     old_tar = bytearray(make_tar({"a.txt": "good\n"}))
     assert "good" in read(bytes(old_tar), name="noname").text
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_file_without_a_name_is_not_lost(read: Read) -> None:
+    for name in ("\0", "./."):
+        document = read({"a.txt": "NAMED\n", name: "UNNAMED\n"}, kind="bundle")
+        assert document.body("unnamed") == "UNNAMED\n"
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        member = tarfile.TarInfo("./")
+        member.size, member.type = 3, tarfile.REGTYPE
+        archive.addfile(member, io.BytesIO(b"abc"))
+    assert read(out.getvalue(), name="a.tar", kind="bundle").row("unnamed")["bytes"] == 3

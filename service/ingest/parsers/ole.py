@@ -66,6 +66,7 @@ def _word(ole: Any) -> Iterator[Message]:
         raise ParseError("document_corrupt", f"the document's piece table is damaged: {error}") from error
     if flags & 0x0004:
         yield warning("incremental_save")
+    yield warning("doc_text_only")
     yield from text(_plain(content))
 
 
