@@ -57,4 +57,4 @@ def place_view(place: Place) -> dict[str, Any]:
 
 
 def folder_of(services: Services, document: DocumentRecord) -> Path:
-    return services.settings.data_dir / document.folder
+    return services.settings.files_dir / document.folder

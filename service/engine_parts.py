@@ -1,6 +1,6 @@
 """The engine as the worker opens it: model, KV store and prompt format that belong together. Loads torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -8,6 +8,7 @@ from typing import Protocol
 from engine.interfaces import Engine, KVLayout
 from engine.kv_store import Counters, DiskLimits, LocalKVStore
 from engine.model_folder import resolve_model
+from service.backend import KVReport
 from service.housekeeping import KVChores
 from service.metrics import Metrics
 from service.metrics_kv import TimedKVStore
@@ -28,7 +29,22 @@ class EngineParts:
     tokenizer_file: Path
     report: Callable[[], None]  # puts what only the engine knows into the metrics
     close: Callable[[], None]
+    kv_report: KVReport
     device: str = "cpu"
+
+
+class StoreReport:
+    """What a store holds. Implements service.backend.KVReport."""
+
+    def __init__(self, store: LocalKVStore) -> None:
+        self._catalog = store.catalog
+
+    def describe(self, holder: str) -> Mapping[str, int]:
+        return self._catalog.describe(holder)
+
+    def holders(self) -> Mapping[str, int]:
+        entries = self._catalog.entries()
+        return {entry.holder: entry.size_bytes for entry in entries if entry.holder is not None and entry.size_bytes}
 
 
 def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
@@ -69,4 +85,5 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         threads=settings.threads,
     )
     (store,) = stores
-    return EngineParts(engine, store, model, folder / "tokenizer.json", report, store.close, engine.device)
+    tokenizer_file = folder / "tokenizer.json"
+    return EngineParts(engine, store, model, tokenizer_file, report, store.close, StoreReport(store), engine.device)

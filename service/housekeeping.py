@@ -2,13 +2,12 @@
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from service.documents.base import Documents, UnknownRecord
+from service.documents.base import CollectedDocuments, UnknownRecord
 from service.documents.garbage import Garbage
-from service.kv_policy import KeepsPolicies, delete_handle
+from service.kv_policy import KeepsPolicies, apply_kv_policy, delete_handle
 from service.metrics import Metrics
 from service.queue.base import FINAL_STATES, Queue, UnknownJob
 from service.stages.context import StageContext
@@ -28,19 +27,11 @@ class KVChores(KeepsPolicies, Protocol):
     def sweep(self) -> int: ...
 
 
-class CollectedDocuments(Documents, Protocol):
-    """What both stores can do besides."""
-
-    def collect(self, remove: Callable[[Garbage], None]) -> int: ...
-
-    def folders(self) -> set[str]: ...
-
-
 class Housekeeper:
     """`tick` is one round, due every TICK_S."""
 
     def __init__(self, context: StageContext, documents: CollectedDocuments, kv: KVChores) -> None:
-        self._data_dir = context.settings.data_dir
+        self._files_dir = context.settings.files_dir
         self._queue = context.queue
         self._documents = documents
         self._kv = kv
@@ -68,7 +59,7 @@ class Housekeeper:
 
     def sweep_orphans(self) -> int:
         """Remove folders of ingests that never came to a document. Returns how many."""
-        root = self._data_dir / "documents"
+        root = self._files_dir / "documents"
         ended = [folder for folder in root.glob("*") if not self._is_running(folder)]
         # Asked last: what another worker has finished meanwhile is named by now.
         named = {Path(folder).parts[1] for folder in self._documents.folders()}
@@ -91,10 +82,13 @@ class Housekeeper:
         match piece.kind:
             case "holder":
                 self._kv.release(piece.name)
+            case "policy":
+                document_id, _, fidelity = piece.name.rpartition(":")
+                apply_kv_policy(self._documents, self._kv, document_id, fidelity)
             case "upload":
-                _remove_tree(self._data_dir / "uploads" / piece.name)
+                _remove_tree(self._files_dir / "uploads" / piece.name)
             case "folder":
-                _remove_tree((self._data_dir / piece.name).parent)
+                _remove_tree((self._files_dir / piece.name).parent)
 
 
 def reclaim(queue: Queue, metrics: Metrics) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.queue.base import Job, LeaseLost, Queue
+from service.queue.base import Job, LeaseLost, Queue, QueueUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._held: dict[str, Job] = {}
         self._looked_at: dict[str, float] = {}
+        self._renewed_at: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
         self._thread.start()
@@ -42,13 +43,13 @@ class LeaseKeeper:
     def hold(self, job: Job) -> None:
         with self._lock:
             self._held[job.id] = job
-            self._looked_at[job.id] = self._clock()
+            self._looked_at[job.id] = self._renewed_at[job.id] = self._clock()
 
     def drop(self, job: Job) -> None:
         """The job ended or was lost: renew it no more."""
         with self._lock:
             if self._held.get(job.id) == job:
-                del self._held[job.id], self._looked_at[job.id]
+                del self._held[job.id], self._looked_at[job.id], self._renewed_at[job.id]
 
     def holds(self, job: Job) -> bool:
         now = self._clock()
@@ -58,7 +59,13 @@ class LeaseKeeper:
             if now - self._looked_at[job.id] < LOOK_S:
                 return True
             self._looked_at[job.id] = now
-        return self._queue.holds(job)
+            leased = now - self._renewed_at[job.id] < self._lease_s
+        try:
+            return self._queue.holds(job)
+        except QueueUnavailable:
+            if leased:  # as far as we know nobody may take it from us: work goes on while the store is away
+                return True
+            raise
 
     def _run(self) -> None:
         while not self._stop.wait(self._lease_s / 4):
@@ -72,12 +79,18 @@ class LeaseKeeper:
                 self._extend(job)
 
     def _extend(self, job: Job) -> None:
+        began = self._clock()
         try:
             self._queue.extend(job, lease_s=self._lease_s)
+            with self._lock:
+                if job.id in self._held:
+                    self._renewed_at[job.id] = began
         except LeaseLost as error:
             log.info("lease lost: %s", error)
             self.drop(job)
-        except Exception:  # the store may be back before the lease ends
+        except QueueUnavailable as error:  # it may be back before the lease ends
+            log.warning("lease of %s not renewed: %s", job.id, error)
+        except Exception:
             log.exception("lease of %s not renewed", job.id)
 
     def close(self) -> None:

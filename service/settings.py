@@ -14,6 +14,13 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="FOREWORD_", frozen=True, extra="ignore")
 
     data_dir: Path = Field(default=Path("~/.local/share/foreword"), description="Everything durable of this machine")
+    redis_url: str | None = Field(
+        default=None,
+        description="Redis of several machines (redis://, rediss://, redis+sentinel://); none: one machine",
+    )
+    shared_dir: Path | None = Field(
+        default=None, description="With Redis: folder of uploads and documents that all machines see"
+    )
     cache_dir: Path = Field(default=Path("~/.cache/foreword"), description="Converted default model")
     model: str = Field(default="default", description="'default', a local Hugging Face folder, or a hub id")
     device: str = Field(default="auto", description="auto, cpu or cuda")
@@ -49,10 +56,17 @@ class Settings(BaseSettings):
     checkpoint_s: float = Field(default=5.0, ge=0, description="Least time between two resume points of a prefill")
     max_tokens_default: int = Field(default=512, ge=1, description="Answer length where the request names none")
 
+    @property
+    def files_dir(self) -> Path:
+        """Where uploads, documents and the server's secret lie: paths in records are relative to it."""
+        return self.shared_dir if self.redis_url is not None and self.shared_dir is not None else self.data_dir
+
     def resolved(self) -> "Settings":
         """The same with absolute paths."""
+        shared = None if self.shared_dir is None else self.shared_dir.expanduser().resolve()
         return self.model_copy(
             update={
+                "shared_dir": shared,
                 "data_dir": self.data_dir.expanduser().resolve(),
                 "cache_dir": self.cache_dir.expanduser().resolve(),
             }

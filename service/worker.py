@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager
 from engine.errors import ModelError
 from engine.threads import share_cores
 from service.auth import AuthError, KeyRing
-from service.database import Database, database_path
-from service.documents.sqlite import SqliteDocuments
+from service.backend import FleetDiffers, SharedDirMissing, open_worker_backend
 from service.engine_parts import EngineParts, open_engine_parts
 from service.housekeeping import TICK_S, Housekeeper
 from service.ingest import ingest
@@ -26,9 +25,7 @@ from service.logs import configure_logging, log_uncaught
 from service.metrics import Metrics
 from service.metrics_gpu import gpu_reporter
 from service.metrics_port import show_metrics
-from service.presence import Presence
-from service.queue.sqlite_queue import SqliteQueue
-from service.salt import load_secret
+from service.queue.base import QueueUnavailable
 from service.scheduler import EngineBroken, Scheduler
 from service.settings import Settings
 from service.stages.context import StageContext
@@ -46,50 +43,53 @@ _PR_SET_PDEATHSIG = 1
 def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_parts) -> int:
     """Work until SIGTERM or SIGINT; then suspend prefills, hand back leases and return the exit status.
 
-    Raises ModelError, ValueError, DatabaseError.
+    Raises ModelError, ValueError, and what opening the backend raises.
     """
     settings = settings.resolved()
     name = f"{os.uname().nodename}-{os.getpid()}"
     with ExitStack() as stack:
-        database = Database(database_path(settings.data_dir))
-        stack.callback(database.close)
-        queue, documents = SqliteQueue(database), SqliteDocuments(database)
-        stack.callback(queue.close)
         metrics = Metrics(_tenants(settings))
         if settings.metrics_port:
             stack.callback(show_metrics(metrics, settings.host, settings.metrics_port))
         parts = open_parts(settings, metrics)
         stack.callback(parts.close)
+        backend = open_worker_backend(settings, name, parts.engine, parts.model, parts.kv_report, stack)
         traces = open_traces(settings.otlp_endpoint, process="worker", model=parts.model.id)
         stack.callback(traces.close)
-        leases = LeaseKeeper(queue, lease_s=settings.lease_s, stall_s=max(STALL_S, 2 * settings.ingest_timeout_s))
+        leases = LeaseKeeper(
+            backend.queue, lease_s=settings.lease_s, stall_s=max(STALL_S, 2 * settings.ingest_timeout_s)
+        )
         stack.callback(leases.close)
         context = StageContext(
             settings=settings,
-            queue=queue,
-            documents=documents,
+            queue=backend.queue,
+            documents=backend.documents,
             engine=parts.engine,
             kv=parts.kv,
             prompts=parts.model.prompts,
             model_id=parts.model.id,
             leases=leases,
             metrics=metrics,
-            secret=load_secret(settings.data_dir),
+            secret=backend.secret,
             clock=time.time,
             device=parts.device,
             traces=traces,
         )
         report_gpus = gpu_reporter(metrics)
-        presence = Presence(settings.data_dir, parts.engine)
-        stack.callback(presence.close)
-        housekeeper = Housekeeper(context, documents, parts.kv)
+        housekeeper = Housekeeper(context, backend.documents, parts.kv)
         housekeeper.sweep_orphans()
 
         def chores() -> None:
-            presence.beat()
             parts.report()
             report_gpus()
-            housekeeper.tick()
+            try:
+                backend.life.beat()
+                housekeeper.tick()
+            except FleetDiffers as error:  # it was away for so long that others began with another model
+                log.critical("%s", error)
+                scheduler.stop()
+            except QueueUnavailable as error:
+                log.warning("chores wait: %s", error)
 
         scheduler = Scheduler(context, name)
         ingests = IngestLoop(
@@ -101,8 +101,8 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             busy=scheduler.ingesting,
         )
         with _stopped_by_signals(scheduler):
-            presence.beat()
-            metrics.workers.set(1)
+            backend.life.beat()
+            metrics.serving(parts.model.id, parts.device)
             stack.callback(Timer("housekeeping", TICK_S, chores).close)
             ingests.start()
             stack.callback(ingests.close)
@@ -172,7 +172,7 @@ def main(open_parts: Callable[[Settings, Metrics], EngineParts] = open_engine_pa
 
     try:
         return run_worker(settings, open_or_refuse)
-    except Unusable as error:
+    except (Unusable, FleetDiffers, SharedDirMissing) as error:
         log.error("%s", error)
         return EXIT_UNUSABLE
 

@@ -5,9 +5,11 @@ A *file* is a handle: every upload makes a new one. Handles of identical content
 as `Effects` of a job (service.queue.base), in one transaction with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from service.documents.garbage import Garbage
 
 Json = Mapping[str, Any]
 FileStatus = Literal["uploaded", "processed", "error"]
@@ -130,3 +132,15 @@ class Documents(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class CollectedDocuments(Documents, Protocol):
+    """What the workers' chores need besides."""
+
+    def collect(self, remove: Callable[[Garbage], None]) -> int:
+        """Hand each piece of garbage that nobody names again to `remove`, and forget it. Returns how many."""
+        ...
+
+    def folders(self) -> set[str]:
+        """The folders that documents name, relative to the folder of files."""
+        ...

@@ -52,7 +52,7 @@ class RedisDocuments:
         """By creation time. Raises UnknownRecord when `after` is no file of this tenant."""
         listing, start, found = self._store.key("files_of", tenant), 0, list[FileRecord]()
         if after is not None:
-            rank = self._store.ask(lambda client: getattr(client, _RANK[order])(listing, after))
+            rank = self._store.command(_RANK[order], listing, after)
             if rank is None:
                 raise UnknownRecord(f"no file {after!r}")
             start = rank + 1
@@ -68,7 +68,7 @@ class RedisDocuments:
         return found[:limit]
 
     def _range(self, listing: str, order: Literal["asc", "desc"], first: int, last: int) -> list[bytes]:
-        found: list[bytes] = self._store.ask(lambda client: getattr(client, _RANGE[order])(listing, first, last))
+        found: list[bytes] = self._store.command(_RANGE[order], listing, first, last)
         return found
 
     def update_file(self, file_id: str, fields: Json) -> None:
@@ -103,20 +103,20 @@ class RedisDocuments:
         return record
 
     def handles(self, document_id: str) -> Sequence[FileRecord]:
-        ids = self._store.ask(lambda client: client.smembers(self._store.key("handles", document_id)))
+        ids = self._store.command("smembers", self._store.key("handles", document_id))
         records = self._read("files", [file_id.decode() for file_id in ids], FileRecord)
         return sorted((record for record in records if record is not None), key=lambda file: (file.created_at, file.id))
 
     def expired_files(self, now: float) -> Sequence[FileRecord]:
         name = self._store.key("file_expiry")
-        ids = self._store.ask(lambda client: client.zrangebyscore(name, "-inf", now, start=0, num=PAGE))
+        ids = self._store.command("zrangebyscore", name, "-inf", now, start=0, num=PAGE)
         records = self._read("files", [file_id.decode() for file_id in ids], FileRecord)
         return [record for record in records if record is not None]
 
     def uploaded_bytes(self, tenant: str | None = None) -> int:
         if tenant is None:
-            return int(self._store.ask(lambda client: client.get(self._store.key("uploaded_bytes"))) or 0)
-        return int(self._store.ask(lambda client: client.hget(self._store.key("uploaded_bytes_of"), tenant)) or 0)
+            return int(self._store.command("get", self._store.key("uploaded_bytes")) or 0)
+        return int(self._store.command("hget", self._store.key("uploaded_bytes_of"), tenant) or 0)
 
     def share_holder(self, holder: str, document_ids: Sequence[str]) -> None:
         """`holder` keeps KV of a prefix over these documents; deleting any of them makes it garbage.
@@ -132,7 +132,7 @@ class RedisDocuments:
 
     def folders(self) -> set[str]:
         """The folders that documents name, relative to the folder of files."""
-        names = self._store.ask(lambda client: client.hkeys(self._store.key("folders")))
+        names = self._store.command("hkeys", self._store.key("folders"))
         return {name.decode() for name in names}
 
     def collect(self, remove: Callable[[Garbage], None]) -> int:
@@ -143,7 +143,7 @@ class RedisDocuments:
         """
         count = 0
         for name in (self._store.key("garbage"), self._store.key("garbage_at", self._site)):
-            for piece in self._store.ask(lambda client, name=name: client.zrange(name, 0, PAGE)):
+            for piece in self._store.command("zrange", name, 0, PAGE):
                 count += self._collect_one(piece.decode(), remove)
         return count
 

@@ -46,7 +46,7 @@ class RedisNews:
                 self._wanted.clear()
 
     def _newest(self) -> int:
-        newest = int(self._store.ask(lambda client: client.get(self._store.key("news_count"))) or 0)
+        newest = int(self._store.command("get", self._store.key("news_count")) or 0)
         self.waiters.wake_all()
         return newest
 

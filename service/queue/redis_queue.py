@@ -1,8 +1,9 @@
 """The queue of several machines: jobs and their events in Redis. Every transition is a script in `lua/`."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.queue.base import (
@@ -19,6 +20,7 @@ from service.queue.base import (
     LeaseLost,
     NewJob,
     NotRequeued,
+    QueueUnavailable,
     UnknownJob,
     retry_delay_s,
 )
@@ -30,16 +32,28 @@ from service.queue.waiters import Waiters
 
 PRUNE_STEP = 500  # jobs that one script forgets: no script may hold up the others for long
 IDLE_CONSUMER_MS = 3_600_000
+AWAY_S = 60.0  # readers of events wait so long for a Redis that is away: there is no news, not an error
+AGAIN_S = 0.5
 GROUP = "workers"
 
 
 class RedisQueue:
     """Implements service.queue.base.Queue. Thread-safe; any number of processes and machines."""
 
-    def __init__(self, store: RedisStore, *, site: str = "") -> None:
-        """`site` names the KV folder of the worker that claims. The store stays the caller's to close."""
+    def __init__(
+        self,
+        store: RedisStore,
+        *,
+        site: str = "",
+        kv_bytes: Callable[[str], Mapping[str, int]] | None = None,
+    ) -> None:
+        """`site` names the KV folder of the worker that claims, `kv_bytes` says what it keeps there for a holder.
+
+        The store stays the caller's to close.
+        """
         self._store = store
         self._site = site
+        self._kv_bytes = kv_bytes
         self._news: RedisNews | None = None
         self._news_lock = threading.Lock()
 
@@ -67,7 +81,7 @@ class RedisQueue:
 
     def holds(self, job: Job) -> bool:
         name = self._store.key("job", job.id)
-        state, epoch = self._store.ask(lambda client: client.hmget(name, "state", "epoch"))
+        state, epoch = self._store.command("hmget", name, "state", "epoch")
         return bool(state == b"running" and int(epoch) == job.epoch)
 
     def progress(self, job: Job, fraction: float, detail: Json | None = None) -> None:
@@ -82,7 +96,13 @@ class RedisQueue:
         _held(job, reply)
 
     def finish(self, job: Job, result: Json, effects: Effects = NO_EFFECTS) -> None:
-        _held(job, self._store.run_once("finish", job.id, job.epoch, dumps(result), encode_effects(effects)))
+        made = {change.id: dumps(self._kv_at(change.id)) for change in effects.changes if change.table == "prefills"}
+        kept = {holder: sizes for holder, sizes in made.items() if sizes != "{}"}
+        arguments = (job.id, job.epoch, dumps(result), encode_effects(effects), dumps(kept))
+        _held(job, self._store.run_once("finish", *arguments))
+
+    def _kv_at(self, holder: str) -> Mapping[str, int]:
+        return {} if self._kv_bytes is None else self._kv_bytes(holder)
 
     def fail(self, job: Job, error: Json, *, retry: bool, effects: Effects = NO_EFFECTS) -> Job:
         rest_s = retry_delay_s(job.attempts)
@@ -107,10 +127,24 @@ class RedisQueue:
         return self._jobs([job_id])[0]
 
     def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
-        return next_events(lambda: self._read_events(job_id, after_seq), self._waiters, job_id, timeout_s)
+        try:
+            return next_events(lambda: self._read_events(job_id, after_seq), self._waiters, job_id, timeout_s)
+        except QueueUnavailable:
+            if timeout_s <= 0 or self._store.away_s > AWAY_S:
+                raise
+            time.sleep(min(AGAIN_S, timeout_s))
+            return []
 
     async def events_async(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
-        return await next_events_async(lambda: self._read_events(job_id, after_seq), self._waiters, job_id, timeout_s)
+        try:
+            return await next_events_async(
+                lambda: self._read_events(job_id, after_seq), self._waiters, job_id, timeout_s
+            )
+        except QueueUnavailable:
+            if timeout_s <= 0 or self._store.away_s > AWAY_S:
+                raise
+            await asyncio.sleep(min(AGAIN_S, timeout_s))
+            return []
 
     def _read_events(self, job_id: str, after_seq: int) -> tuple[list[Event], bool]:
         """(events behind `after_seq`, whether more may come). Raises UnknownJob."""
@@ -148,31 +182,28 @@ class RedisQueue:
         """Workers that are gone leave their names in the groups."""
         for kind in JOB_KINDS:
             stream = self._store.key("queue", kind)
-            if not self._store.ask(lambda client, stream=stream: client.exists(stream)):
+            if not self._store.command("exists", stream):
                 continue
-            for consumer in self._store.ask(lambda client, stream=stream: client.xinfo_consumers(stream, GROUP)):
+            for consumer in self._store.command("xinfo_consumers", stream, GROUP):
                 if consumer["pending"] == 0 and consumer["idle"] > IDLE_CONSUMER_MS:
-                    name = consumer["name"]
-                    self._store.ask(
-                        lambda client, stream=stream, name=name: client.xgroup_delconsumer(stream, GROUP, name)
-                    )
+                    self._store.command("xgroup_delconsumer", stream, GROUP, consumer["name"])
 
     def counts(self) -> Mapping[JobState, int]:
-        found = self._store.ask(lambda client: client.hgetall(self._store.key("counts")))
+        found = self._store.command("hgetall", self._store.key("counts"))
         return {state: int(number) for state, number in fields_of(found).items() if int(number)}  # type: ignore[misc]
 
     def oldest_queued_age_s(self) -> float:
         return max((lane.oldest_queued_age_s for lane in self.lanes()), default=0.0)
 
     def lanes(self) -> Sequence[Lane]:
-        running = fields_of(self._store.ask(lambda client: client.hgetall(self._store.key("running"))))
+        running = fields_of(self._store.command("hgetall", self._store.key("running")))
         names = {tuple(name.split(":", 1)) for name in running} | set(self._waiting_lanes())
         now = self._store.now()
         found = []
         for kind, tenant in sorted(names):
             name = self._store.key("queued", kind, tenant)
-            oldest = self._store.ask(lambda client, name=name: client.zrange(name, 0, 0, withscores=True))
-            queued = self._store.ask(lambda client, name=name: client.zcard(name))
+            oldest = self._store.command("zrange", name, 0, 0, withscores=True)
+            queued = self._store.command("zcard", name)
             age_s = max(0.0, now - oldest[0][1]) if oldest else 0.0
             found.append(Lane(kind, tenant, queued, int(running.get(f"{kind}:{tenant}", 0)), age_s))  # type: ignore[arg-type]
         return [lane for lane in found if lane.queued or lane.running]
@@ -211,7 +242,7 @@ class RedisQueue:
         return self._store.key("tenants", kind)
 
     def _members(self, command: str, name: str, first: int, last: int) -> list[str]:
-        found = self._store.ask(lambda client: getattr(client, command)(name, first, last))
+        found = self._store.command(command, name, first, last)
         return [member.decode() for member in found]
 
     def _known_jobs(self, job_ids: Sequence[str]) -> list[Job]:

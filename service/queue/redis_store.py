@@ -65,6 +65,13 @@ class RedisStore:
         self._clock = clock
         self._namespace = namespace
         self._closed = False
+        self._away_since: float | None = None
+
+    @property
+    def away_s(self) -> float:
+        """So long ago the first of the commands failed that all failed since."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def key(self, *parts: str) -> str:
         return self._namespace + ":".join(parts)
@@ -74,7 +81,7 @@ class RedisStore:
         if self._clock is not None:
             return self._clock()
         seconds, micros = self.ask(lambda client: client.time())
-        return float(seconds) + micros / 1e6
+        return float(seconds + micros / 1e6)
 
     def run(self, script: str, *arguments: str | int | float) -> Any:
         """The reply of a script. Raises QueueUnavailable."""
@@ -107,15 +114,22 @@ class RedisStore:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return command(self._client)
+                reply = command(self._client)
+                self._away_since = None
+                return reply
             except exceptions.RedisError as error:
                 failure = meaning(error, self.url)
+                self._away_since = self._away_since or time.monotonic()
                 if isinstance(failure, RedisRefused | RedisFull) or time.monotonic() + pause_s > deadline:
                     raise failure from error
             if self._closed:
                 raise QueueUnavailable("the connection to Redis is closed")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def command(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """One command of redis-py's, by its name there. Raises QueueUnavailable."""
+        return self.ask(lambda client: getattr(client, name)(*arguments, **options))
 
     def read_behind(self, streams: Mapping[str, str], timeout_s: float, *, count: int = 1000) -> Any:
         """Entries of streams behind an id each, by stream; waits for the first, BLOCK_S at most. [] without any."""

@@ -29,9 +29,13 @@ class InvalidRedisUrl(ValueError):
     code = "invalid_redis_url"
 
 
-def open_client(url: str) -> "redis.Redis[bytes]":
-    """A thread-safe client that connects with the first command and itself repeats none. Raises InvalidRedisUrl."""
+def open_client(url: str, *, decode_responses: bool = False) -> Any:
+    """A thread-safe redis.Redis that connects with the first command and itself repeats none.
+
+    Raises InvalidRedisUrl.
+    """
     options: dict[str, Any] = {
+        "decode_responses": decode_responses,
         "socket_connect_timeout": CONNECT_S,
         "socket_timeout": REPLY_S,
         "socket_keepalive": True,
@@ -59,7 +63,7 @@ def shown(url: str) -> str:
     return urlunsplit((parts.scheme, f"{user}@{host}" if user else host, parts.path, "", ""))
 
 
-def _sentinel_client(url: str, options: dict[str, Any]) -> "redis.Redis[bytes]":
+def _sentinel_client(url: str, options: dict[str, Any]) -> Any:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
     user, _, password = (unquote(part) for part in credentials.partition(":"))
@@ -76,10 +80,11 @@ def _sentinel_client(url: str, options: dict[str, Any]) -> "redis.Redis[bytes]":
     for name, value in (("username", user), ("password", password), ("db", database)):
         if value:
             known[name] = int(value) if name == "db" else value
-    sentinel = Sentinel([_address(host) for host in hosts.split(",")], sentinel_kwargs={**options, **sentinel_options})
+    addresses = [_address(host) for host in hosts.split(",")]
+    sentinel = Sentinel(addresses, sentinel_kwargs={**options, **sentinel_options})  # type: ignore[no-untyped-call]
     if parts.scheme == "rediss+sentinel":
         known["connection_class"] = SentinelManagedSSLConnection
-    pool = SentinelConnectionPool(service, sentinel, is_master=True, **{**known, **options})
+    pool = SentinelConnectionPool(service, sentinel, is_master=True, **{**known, **options})  # type: ignore[no-untyped-call]
     return redis.Redis(connection_pool=pool)
 
 

@@ -57,7 +57,7 @@ class StageContext:
 
     def document_tokens(self, document: DocumentRecord) -> TokenIds:
         """[tokens] uint32, mapped and not read. Raises OSError, ValueError when the folder is damaged."""
-        tokens: TokenIds = np.load(self.settings.data_dir / document.folder / "tokens.npy", mmap_mode="r")
+        tokens: TokenIds = np.load(self.settings.files_dir / document.folder / "tokens.npy", mmap_mode="r")
         return tokens
 
     def prefix(self, tenant: str, document_ids: list[str]) -> TokenIds:
@@ -74,12 +74,14 @@ class StageContext:
         return self.prompts.document_prefix([self.document_tokens(document) for document in documents])
 
     def claimed(self, job: Job) -> None:
-        """Note how long it waited."""
+        """Note how long it waited; at its first attempt, since later ones would count the earlier ones' work."""
+        if job.attempts > 1:
+            return
         now = self.clock()
         waited_s = max(0.0, now - job.created_at)
         self.metrics.stage_seconds.labels("queue").observe(waited_s)
         self.metrics.tenant_queue_seconds.labels(self.metrics.tenant(job.tenant)).observe(waited_s)
-        attributes = {"foreword.job.id": job.id, "foreword.job.kind": job.kind, "foreword.job.attempt": job.attempts}
+        attributes = {"foreword.job.id": job.id, "foreword.job.kind": job.kind}
         self.traces.stage("queue", job.payload.get("traceparent"), job.created_at, now, attributes)
 
     def kind_of(self, holder: str) -> str:
@@ -95,7 +97,7 @@ class StageContext:
         return kind
 
     def manifest(self, document: DocumentRecord) -> Path:
-        return self.settings.data_dir / document.folder / "manifest.json"
+        return self.settings.files_dir / document.folder / "manifest.json"
 
 
 def logged(job: Job) -> AbstractContextManager[None]:

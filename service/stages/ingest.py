@@ -15,7 +15,7 @@ from service.documents.base import FileRecord, UnknownRecord
 from service.ingest.base import IngestLimits, IngestSummary, Kind, Source
 from service.kv_policy import apply_kv_policy
 from service.payloads import IngestPayload, PrefillPayload, origin_of
-from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
+from service.queue.base import Effects, Job, LeaseLost, NewJob, QueueUnavailable, RecordChange
 from service.stages.context import StageContext, logged
 from service.stages.failures import failure_of
 from service.stages.prefill import prefill_id
@@ -155,10 +155,10 @@ class IngestJob:
         file = context.documents.file(self._job.tenant, self._payload["file_id"])
         # A folder an attempt: one that lost its lease may still be writing into its own.
         folder = Path("documents") / f"{self._job.id}.{self._job.epoch}" / "document"
-        path = context.settings.data_dir / folder
+        path = context.settings.files_dir / folder
         try:
             summary = self._ingest(
-                [Source(context.settings.data_dir / source["path"], source["filename"]) for source in file.sources],
+                [Source(context.settings.files_dir / source["path"], source["filename"]) for source in file.sources],
                 path,
                 kind=file.kind,  # type: ignore[arg-type]
                 tokenizer_file=self._tokenizer_file,
@@ -173,6 +173,8 @@ class IngestJob:
             self._check_length(summary.num_tokens)
             sync_folder(path)
             document_id = self._commit(file, summary, folder)
+        except QueueUnavailable:
+            raise  # whether it was committed nobody knows: if not, its folder is swept as an orphan
         except BaseException:
             shutil.rmtree(path.parent, ignore_errors=True)
             raise

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.documents.base import FileRecord, UnknownRecord
+from service.documents.base import CollectedDocuments, FileRecord, UnknownRecord
 from service.documents.garbage import Garbage
-from service.housekeeping import CollectedDocuments
 from service.queue.base import Effects, Job, NewJob, Queue, RecordChange
 from tests.contracts.queue_contract import Backend
 

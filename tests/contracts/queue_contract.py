@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from service.housekeeping import CollectedDocuments
+from service.documents.base import CollectedDocuments
 from service.queue.base import (
     SCRUBBED,
     Effects,

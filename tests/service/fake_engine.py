@@ -42,6 +42,13 @@ class FakeKV:
     policies: dict[str, tuple[float | None, bool]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     discarded: list[str] = field(default_factory=list)
+    made: dict[str, int] = field(default_factory=dict)  # bytes by holder, as far as this process made it
+
+    def describe(self, holder: str) -> dict[str, int]:
+        return {"disk": self.made[holder]} if holder in self.made else {}
+
+    def holders(self) -> dict[str, int]:
+        return dict(self.made)
 
     def path(self, key: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,6 +58,7 @@ class FakeKV:
         self.policies[holder] = (ttl_s, pinned)
 
     def release(self, holder: str) -> int:
+        self.made.pop(holder, None)
         self.released.append(holder)
         return 0
 
@@ -119,6 +127,7 @@ class FakePrefill:
             return True
         key = self.engine.key(self.request.tokens, self.request.salt, self.request.fidelity)
         self.engine.kv.path(key).touch()
+        self.engine.kv.made[self.request.holder] = 1000
         self.point.unlink()
         return False
 
@@ -187,4 +196,6 @@ def open_fake_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     kv = FakeKV(settings.data_dir / "fake-kv")
     engine = FakeEngine(kv, lambda ids: tokenizer.decode(list(ids)), settings.data_dir / "fake-resume")
     model = ServedModel.load(settings.model, folder)
-    return EngineParts(engine, kv, model, folder / "tokenizer.json", report=lambda: None, close=lambda: None)
+    return EngineParts(
+        engine, kv, model, folder / "tokenizer.json", report=lambda: None, close=lambda: None, kv_report=kv
+    )

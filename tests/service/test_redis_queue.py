@@ -33,7 +33,7 @@ class RedisBackend:
 
     def documents(self) -> RedisDocuments:
         store = self.store()
-        store.run("beat", "worker-a", "site-a", "{}")
+        store.run("beat", "worker-a", "site-a", "{}", "{}")
         return RedisDocuments(store, site="site-a")
 
     def close(self) -> None:

@@ -1,11 +1,14 @@
--- what to do, piece, site. A piece is kind:name; its list is the site's own where it is KV.
+-- what to do, piece, site. A piece is kind:name; its list is the site's own where it is about KV.
 local REMOVING_MS = 60000
 local kind, name = string.match(ARGV[3], '^(%a+):(.*)$')
-local list = kind == 'holder' and key('garbage_at', ARGV[4]) or key('garbage')
+local is_kv = kind == 'holder' or kind == 'policy'
+local list = is_kv and key('garbage_at', ARGV[4]) or key('garbage')
 local removing = key('removing', kind, name)
 
 local function is_named()
-  if kind == 'upload' then
+  if kind == 'policy' then  -- nothing to do where its holder is gone
+    return redis.call('EXISTS', record_key('prefills', name)) == 0
+  elseif kind == 'upload' then
     return redis.call('EXISTS', record_key('files', name)) == 1
   elseif kind == 'folder' then
     return redis.call('HEXISTS', key('folders'), name) == 1

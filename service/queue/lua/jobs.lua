@@ -7,6 +7,7 @@ local QUANTUM = 1024     -- service.queue.fairness
 local LOOK_AHEAD = 16    -- jobs of a line that are looked at for one that this worker may have
 local AFFINITY_S = 2     -- so long a job waits for the worker that holds its KV
 local SEEN_S = 10        -- service.presence
+local FORGOTTEN_S = 3600 -- a worker that was last seen so long ago
 local EVENTS_KEPT_S = 86400
 local NEWS_KEPT = 4096
 local GROUP = 'workers'
@@ -276,6 +277,7 @@ local function finish(id, state, result, failure)
     redis.call('HSET', k, 'progress', '1.0')
     if row[2] and row[3] and row[3] ~= '' then
       redis.call('HSETNX', key('kv_at', row[2]), row[3], '{}')
+      redis.call('SADD', key('kv_of', row[3]), row[2])
     end
   end
   for _, reader in ipairs(redis.call('SMEMBERS', key('readers_of', id))) do
