@@ -12,6 +12,7 @@ import anyio
 from anyio import to_thread
 
 from engine.interfaces import SamplingParams
+from service.conversation import read_conversation
 from service.dependencies import Services
 from service.documents.base import UnknownRecord
 from service.errors import ContextLengthExceeded, InternalError, InvalidRequest, NotFound, StorageExhausted
@@ -83,6 +84,29 @@ def make_question(
     return Question(files, tokens, prompt_tokens, fidelity, sampling)
 
 
+@dataclass(frozen=True)
+class QuestionSize:
+    """In tokens: without documents, and what the answer may have."""
+
+    question: int
+    answer: int
+
+    @property
+    def total(self) -> int:
+        return self.question + self.answer
+
+
+def question_size(services: Services, request: ChatRequest) -> QuestionSize:
+    """What a question counts against its key's limits, known before its documents are. Raises InvalidRequest."""
+    conversation = read_conversation(request.messages)
+    try:
+        tokens = services.model.prompts.question(conversation.messages, with_documents=bool(conversation.files))
+    except (ValueError, TemplateError) as error:
+        raise InvalidRequest(f"messages: {error}", param="messages") from error
+    asked = request.max_completion_tokens or request.max_tokens or services.settings.max_tokens_default
+    return QuestionSize(len(tokens), asked)
+
+
 def put_question(
     services: Services,
     tenant: str,
@@ -94,8 +118,12 @@ def put_question(
     job_id: str | None = None,
     idempotency_key: str | None = None,
     priority: int = ANSWER_PRIORITY,
+    reader: str | None = None,
 ) -> Job:
-    """The job that answers, put now or, under the same `job_id` or key, before. `received_at` in unix seconds."""
+    """The job that answers, put now or, under the same `job_id` or key, before. `received_at` in unix seconds.
+
+    With `reader` (`services.reader`) it ends with that process: nobody else will read it.
+    """
     payload: AnswerPayload = {
         "documents": [ready.document.id for ready in question.files],
         "question": question.tokens,
@@ -115,6 +143,9 @@ def put_question(
             cost_tokens=len(payload["question"]) + payload["sampling"]["max_tokens"],
             job_id=job_id,
             max_attempts=services.settings.max_attempts,
+            # Whoever holds the first document's KV has the longest part of the prefix.
+            affinity=f"{payload['documents'][0]}:{payload['fidelity']}" if payload["documents"] else None,
+            reader=reader,
         )
         return services.queue.put(job)
 
@@ -130,7 +161,7 @@ def put_question(
         except UnknownJob:
             return put(f"{base}-{attempt}")
         if job.state in ("queued", "running", "succeeded") and job.payload != SCRUBBED:
-            return job
+            return put(job.id)  # which changes nothing but who reads it
     return put(None)
 
 

@@ -19,7 +19,7 @@ from service.metrics import Metrics
 from service.middleware import Authentication, RequestScope
 from service.objects.base import Objects
 from service.origins import OwnPagesOnly
-from service.queue.base import Queue
+from service.queue.base import Queue, QueueUnavailable
 from service.routes import chat, console, files, health, models, passages
 from service.routes import documents as document_routes
 from service.served_model import ServedModel
@@ -77,7 +77,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         to_thread.current_default_thread_limiter().total_tokens = THREADS
-        await to_thread.run_sync(uploads.sweep)
+        try:
+            await to_thread.run_sync(uploads.sweep)
+        except QueueUnavailable as error:  # Redis is away: half uploads lie until the next start
+            log.warning("uploads not swept: %s", error)
         log.info("serving %s, %d positions", model.id, model.max_positions)
         yield
 

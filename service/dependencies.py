@@ -1,7 +1,9 @@
 """What routes are handed: the server's objects, and what one request says about itself."""
 
 import json
+import os
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,6 +57,7 @@ class Services:
     worker_seen: Callable[[], bool]
     engine_digest: Callable[[str], str | None]  # of a fidelity; None while no worker has told it
     traces: Traces = field(default_factory=Traces)
+    reader: str = field(default_factory=lambda: f"api-{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}")
     answer_readers: Counter[str] = field(default_factory=Counter)  # job id → responses of this process that follow it
 
 

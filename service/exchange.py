@@ -12,11 +12,12 @@ from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from service.answers import Finished, Text, make_question, put_question, read_answer
+from service.answers import Finished, Text, make_question, put_question, question_size, read_answer
 from service.completions import Completion
 from service.conversation import Conversation, decode_inline, read_conversation
 from service.dependencies import Services
 from service.intake import derived_id, take_inline
+from service.middleware import admit_answer, principal_of
 from service.payloads import origin_of
 from service.quotes import QuoteCheck, verifier
 from service.schemas import ChatRequest
@@ -41,6 +42,9 @@ async def respond(
     """
     received_at = time.time()
     conversation = read_conversation(chat.messages)
+    if principal_of(request.scope).limits.count_answers:
+        size = await to_thread.run_sync(question_size, services, chat)
+        await to_thread.run_sync(admit_answer, services.gate, request.scope, size.total)
     file_ids = await _file_ids(services, request, tenant, conversation)
     exchange = _Exchange(services, tenant, chat, conversation, file_ids, received_at, request)
     state = await to_thread.run_sync(look, services, tenant, file_ids)
@@ -97,6 +101,7 @@ class _Exchange:
             waited=waited,
             origin=origin_of(self._request.scope["state"]),
             idempotency_key=self._key,
+            reader=self._services.reader,
         )
         job = await to_thread.run_sync(put)
         self.completion.created = int(job.created_at)

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 5  # open streams are cut after this
 RECLAIM_S = 1.0
+READER_S = 10.0  # answers that only this process reads end when it was silent for so long
 
 
 class AddressInUse(Exception):
@@ -112,10 +113,12 @@ def _serve(
     def tick() -> None:  # also while no worker lives to do it
         backend.tick()
         try:
+            backend.queue.attend(app.state.services.reader, for_s=READER_S)
             reclaim(backend.queue, metrics)
         except QueueUnavailable as error:
             log.warning("no leases looked at: %s", error)
 
+    tick()
     stack.callback(Timer("reclaim", RECLAIM_S, tick).close)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="on", server_header=False
