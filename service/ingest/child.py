@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from service.ingest import landlock, reports, sandbox
 from service.ingest.assemble import Assembler
 from service.ingest.base import IngestError, IngestLimits, IngestOptions, Source
-from service.ingest.collect import Attachment, Collection, Collector, OpenedMail
+from service.ingest.collect import Attachment, Collection, Collector, Opened, Opener
 from service.ingest.names import display_name
 from service.ingest.ocr import Ocr
 from service.ingest.office import PROGRAMS, Office
@@ -100,7 +100,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     pool.scratch.mkdir()
     try:
         sources = [Source(Path(s["path"]), s["filename"]) for s in request["sources"]]
-        collector = Collector(spool, limits, options, _mail_opener(pool), lambda f, note: progress(f, note))
+        collector = Collector(spool, limits, options, _opener(pool), lambda f, note: progress(f, note))
         collection = collector.collect(sources, request["kind"])
         reader = Reader(collection.kind, spool, pool, limits, options, ocr, office)
         entries = collection.entries
@@ -208,22 +208,24 @@ _MEANINGS = {
 }
 
 
-def _mail_opener(pool: ParserPool) -> "Any":
-    def open_mail(file: Path, name: str) -> OpenedMail:
-        request = {"file": str(file), "name": name, "format": "mail", "scratch": str(pool.scratch), "options": {}}
-        mail = OpenedMail("")
+def _opener(pool: ParserPool) -> Opener:
+    def open_file(file: Path, name: str, format: Literal["mail", "embedded"]) -> Opened:
+        request = {"file": str(file), "name": name, "format": format, "scratch": str(pool.scratch), "options": {}}
+        opened = Opened("")
         parts: list[str] = []
         for message in pool.submit(request):
             if "text" in message:
                 parts.append(message["text"])
             elif "attachment" in message:
-                mail.attachments.append(Attachment(message["attachment"]["name"], Path(message["attachment"]["file"])))
+                opened.attachments.append(
+                    Attachment(message["attachment"]["name"], Path(message["attachment"]["file"]))
+                )
             elif "warning" in message:
-                mail.warnings.append(message["warning"])
-        mail.text = "".join(parts).encode("utf-8", "replace").decode()
-        return mail
+                opened.warnings.append(message["warning"])
+        opened.text = "".join(parts).encode("utf-8", "replace").decode()
+        return opened
 
-    return open_mail
+    return open_file
 
 
 def _inputs(request: dict[str, Any]) -> list[Path]:

@@ -4,15 +4,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from service.ingest.base import IngestError, IngestLimits, IngestOptions, Kind, Source
 from service.ingest.folder import MAX_INDEX_BYTES, read_folder
 from service.ingest.git_bundle import read_git_bundle
 from service.ingest.git_index import LINK_MODE, tracked_paths
 from service.ingest.ignore import IgnoreRules
+from service.ingest.kinds import SOURCE_SUFFIXES, folder_kind, kind_of_names
 from service.ingest.names import display_name, is_junk, is_vcs, natural_key
-from service.ingest.sniff import ARCHIVES, refine_zip
+from service.ingest.sniff import ARCHIVES, may_hold_files, refine_zip
 from service.ingest.spool import Budget, Entry, Spool
 from service.ingest.tar_archive import read_compressed, read_plain_tar
 from service.ingest.zip_archive import read_zip
@@ -20,89 +21,6 @@ from service.ingest.zip_archive import read_zip
 INSIDE = "!/"  # between a container and what is in it: `mail.eml!/annex.pdf`
 # Faults that end the whole ingest, however deep inside they show.
 FATAL = frozenset({"archive_bomb", "too_many_entries"})
-REPOSITORY_MARKERS = frozenset(
-    [
-        ".git",
-        ".gitignore",
-        ".gitattributes",
-        ".gitmodules",
-        ".github",
-        ".editorconfig",
-        "package.json",
-        "pyproject.toml",
-        "setup.py",
-        "setup.cfg",
-        "cargo.toml",
-        "go.mod",
-        "pom.xml",
-        "build.gradle",
-        "build.gradle.kts",
-        "makefile",
-        "cmakelists.txt",
-        "gemfile",
-        "composer.json",
-        "requirements.txt",
-        "tox.ini",
-        "dockerfile",
-        "mix.exs",
-        "stack.yaml",
-        "build.sbt",
-        "package.swift",
-    ]
-)
-SOURCE_SUFFIXES = frozenset(
-    [
-        ".py",
-        ".js",
-        ".ts",
-        ".tsx",
-        ".jsx",
-        ".java",
-        ".kt",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cs",
-        ".go",
-        ".rs",
-        ".rb",
-        ".php",
-        ".swift",
-        ".scala",
-        ".sh",
-        ".pl",
-        ".lua",
-        ".r",
-        ".jl",
-        ".hs",
-        ".ml",
-        ".ex",
-        ".exs",
-        ".erl",
-        ".clj",
-        ".dart",
-        ".vue",
-        ".svelte",
-        ".sql",
-        ".m",
-        ".mm",
-        ".f90",
-        ".zig",
-        ".nim",
-        ".v",
-        ".sv",
-        ".vhd",
-        ".asm",
-        ".s",
-        ".ps1",
-        ".tf",
-        ".proto",
-        ".css",
-        ".scss",
-    ]
-)
 MAIL_SUFFIXES = frozenset({".eml", ".mbox", ".mbx", ".msg", ".emlx"})
 MAIL_HEADERS = re.compile(
     rb"\A(?:From [^\n]{3,200}\r?\n)?(?:(?:[A-Za-z][A-Za-z0-9-]{0,60}:[^\n]{0,2000}|[ \t][^\n]{0,2000})\r?\n){3,}"
@@ -117,16 +35,16 @@ class Attachment:
 
 
 @dataclass
-class OpenedMail:
-    """A mail turned into text, and what was attached to it."""
+class Opened:
+    """What was inside a mail or a document, and the text that a mail was turned into."""
 
     text: str
     attachments: list[Attachment] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
 
 
-class MailOpener(Protocol):
-    def __call__(self, file: Path, name: str) -> OpenedMail:
+class Opener(Protocol):
+    def __call__(self, file: Path, name: str, format: Literal["mail", "embedded"]) -> Opened:
         """Raises IngestError."""
         ...
 
@@ -147,11 +65,11 @@ class Collector:
         spool: Spool,
         limits: IngestLimits,
         options: IngestOptions,
-        open_mail: MailOpener,
+        open_file: Opener,
         progress: Callable[[float, str], None],
     ) -> None:
         self.spool, self.limits, self.options = spool, limits, options
-        self.open_mail, self.progress = open_mail, progress
+        self.open_file, self.progress = open_file, progress
         self.budget = Budget(max_bytes=limits.max_unpacked_bytes, max_entries=limits.max_entries)
         self.entries: dict[str, Entry] = {}
         self.ignored: list[str] = []
@@ -189,7 +107,7 @@ class Collector:
         name = display_name(source.filename.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or "input")
         self.progress(0.0, name)
         if source.path.is_dir():
-            looks = _folder_kind(source.path)
+            looks = folder_kind(source.path)
             as_repository = kind == "repo" or (kind == "auto" and looks == "repo")
             rules = self.rules if as_repository and not self.options.include_ignored and alone else None
             members = read_folder(source.path, self.spool, self.budget, rules, self.ignored)
@@ -209,7 +127,7 @@ class Collector:
         self._take(self._members(entry, name), prefix=[] if alone else [name], inside="/" if alone else INSIDE)
         if entry.format == "git_bundle":
             return "repo"
-        return _kind_of_names([p for p in self.entries if p not in before] or list(self.entries))
+        return kind_of_names([p for p in self.entries if p not in before] or list(self.entries))
 
     def _members(self, entry: Entry, name: str) -> Iterator[tuple[list[str], Entry]]:
         assert entry.file is not None
@@ -306,6 +224,8 @@ class Collector:
                 self._expand_archive(entry, depth)
             elif self._is_mail(entry):
                 self._expand_mail(entry, depth)
+            elif entry.file is not None and may_hold_files(entry.format, entry.file):
+                self._expand_document(entry, depth)
             waiting += [(self.entries[p], depth + 1) for p in self.entries if p not in before]
 
     def _expand_archive(self, entry: Entry, depth: int) -> None:
@@ -356,7 +276,7 @@ class Collector:
                 for block in self.spool.blocks(entry):
                     out.write(block)
         try:
-            mail = self.open_mail(file, entry.path)
+            mail = self.open_file(file, entry.path, "mail")
         except IngestError as error:
             if error.code in FATAL:
                 raise
@@ -366,9 +286,27 @@ class Collector:
         self.spool.add_bytes(rendered, mail.text.encode())
         entry.format, entry.offset, entry.file = rendered.format, rendered.offset, rendered.file
         entry.rendered, entry.rendered_size = True, rendered.size
-        for warning in mail.warnings:
+        self._keep_inner(entry, mail, depth)
+
+    def _expand_document(self, entry: Entry, depth: int) -> None:
+        """Files inside a document become entries right behind it. One that can't be opened says so when it is read."""
+        if depth > self.limits.max_nesting:
+            entry.warn("nested_too_deep")
+            return
+        assert entry.file is not None
+        try:
+            inside = self.open_file(entry.file, entry.path, "embedded")
+        except IngestError as error:
+            if error.code in FATAL:
+                raise
+            entry.warn("embedded_unread", cause=error.code)
+            return
+        self._keep_inner(entry, inside, depth)
+
+    def _keep_inner(self, entry: Entry, opened: Opened, depth: int) -> None:
+        for warning in opened.warnings:
             entry.warn(**warning)
-        for index, attachment in enumerate(mail.attachments):
+        for index, attachment in enumerate(opened.attachments):
             self.budget.add_entry()
             child = Entry(path=attachment.name)
             with open(attachment.file, "rb") as data:
@@ -389,20 +327,3 @@ def _has_mail_headers(head: bytes) -> bool:
         bool(names & {b"from", b"sender"})
         and len(names & {b"to", b"date", b"subject", b"message-id", b"received"}) >= 2
     )
-
-
-def _folder_kind(root: Path) -> str:
-    names = {p.name.lower() for p in root.iterdir()}
-    if names & REPOSITORY_MARKERS:
-        return "repo"
-    found = [str(p) for p, _ in zip(root.rglob("*"), range(2000), strict=False)]
-    return _kind_of_names(found)
-
-
-def _kind_of_names(paths: Sequence[str]) -> str:
-    """A repository has markers near its root, or mostly source files; anything else is a bundle of documents."""
-    near = {part.lower() for path in paths for part in path.split("/")[:2]}
-    if near & REPOSITORY_MARKERS:
-        return "repo"
-    source = sum(PurePosixPath(p).suffix.lower() in SOURCE_SUFFIXES for p in paths)
-    return "repo" if source * 3 > len(paths) else "bundle"

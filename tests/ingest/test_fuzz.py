@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.ingest import IngestError, IngestLimits, IngestOptions, Source
-from service.ingest.collect import Collector, OpenedMail
+from service.ingest.collect import Collector, Opened
 from service.ingest.parsers import docx, html, mail, odf, ole, pdf, rtf
 from service.ingest.parsers.protocol import Message, ParseError, Request
 from service.ingest.spool import Spool
@@ -47,8 +47,8 @@ def mutate(data: bytes, changes: list[tuple[int, bytes, int]]) -> bytes:
     return bytes(out)
 
 
-def no_mail(file: Path, name: str) -> OpenedMail:
-    return OpenedMail("mail\n")
+def no_mail(file: Path, name: str, format: str) -> Opened:
+    return Opened("mail\n")
 
 
 @given(st.sampled_from(SEEDS), edits, st.sampled_from(["repo", "bundle", "auto"]))

@@ -28,6 +28,7 @@ PARSERS = {
     "html": "html",
     "image": "image",
     "mail": "mail",
+    "embedded": "embedded",
 }
 MEMORY_BYTES = 1024 * MIB
 CPU_S = 3600.0

@@ -5,7 +5,6 @@ import email
 import email.errors
 import email.policy
 import email.utils
-import itertools
 import re
 from collections.abc import Iterator
 from email.header import decode_header, make_header
@@ -16,7 +15,7 @@ from typing import Any
 from service.ingest import encodings
 from service.ingest.parsers.html import to_text
 from service.ingest.parsers.msg import parse_msg
-from service.ingest.parsers.protocol import Message, ParseError, Request, text, warning
+from service.ingest.parsers.protocol import Message, ParseError, Request, attachment, text, warning
 
 SHOWN_HEADERS = ("From", "Sender", "To", "Cc", "Bcc", "Reply-To", "Date", "Subject")
 MAX_PARTS = 2000
@@ -66,7 +65,7 @@ def _mbox(data: bytes, request: Request) -> Iterator[Message]:
     for index, (start, end) in enumerate(zip(starts, [*starts[1:], len(data)], strict=True)):
         body = data[data.find(b"\n", start) + 1 : end]
         subject = _header(_parsed(body), "Subject") or "message"
-        yield _attach(request, f"{index + 1:04d} {subject}.eml", body.replace(b"\n>From ", b"\nFrom "))
+        yield attachment(request, f"{index + 1:04d} {subject}.eml", body.replace(b"\n>From ", b"\nFrom "))
 
 
 def _parsed(data: bytes) -> Mail:
@@ -160,21 +159,12 @@ class _Parts:
         if not isinstance(data, bytes) or not data:
             return
         self.attached += 1
-        yield _attach(self.request, name or f"attachment {self.attached}{_suffix(kind)}", data)
+        yield attachment(self.request, name or f"attachment {self.attached}{_suffix(kind)}", data)
 
     def _nested(self, inner: Mail) -> Message:
         self.attached += 1
         subject = _header(inner, "Subject") or "message"
-        return _attach(self.request, f"{subject}.eml", inner.as_bytes(policy=email.policy.compat32))
-
-
-def _attach(request: Request, name: str, data: bytes) -> Message:
-    file = request.scratch / f"attachment-{request.file.name}-{next(_attachments)}"
-    file.write_bytes(data)
-    return {"attachment": {"name": name[:200], "file": str(file)}}
-
-
-_attachments = itertools.count(1)  # of this parser process: one scratch name each
+        return attachment(self.request, f"{subject}.eml", inner.as_bytes(policy=email.policy.compat32))
 
 
 def _suffix(kind: str) -> str:

@@ -10,7 +10,7 @@ import olefile
 
 from service.ingest import encodings
 from service.ingest.parsers.html import to_text
-from service.ingest.parsers.protocol import Message, ParseError, Request, text, warning
+from service.ingest.parsers.protocol import Message, ParseError, Request, attachment, text, warning
 
 SUBJECT, BODY, HTML, RTF = "0037", "1000", "1013", "1009"
 SENDER_NAME, SENDER_ADDRESS, SENT_SMTP = "0C1A", "0C1F", "5D01"
@@ -69,14 +69,7 @@ def _message(ole: Any, at: list[str], request: Request, depth: int) -> Iterator[
             continue
         data = _stream(ole, inner, f"{ATTACHED_DATA}0102")
         if data:
-            file = request.scratch / f"attachment-{request.file.name}-{depth}-{index}"
-            file.write_bytes(data)
-            yield {
-                "attachment": {
-                    "name": re.split(r"[/\\]", name)[-1][:200] or f"attachment {index + 1}",
-                    "file": str(file),
-                }
-            }
+            yield attachment(request, re.split(r"[/\\]", name)[-1] or f"attachment {index + 1}", data)
 
 
 def _is_attachment(path: list[str], at: list[str]) -> bool:

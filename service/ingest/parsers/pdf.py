@@ -88,7 +88,7 @@ def _of_the_whole(document: Any, file: Path) -> Iterator[Message]:
         yield warning("pdf_repaired")
     for index in range(min(pdfium.FPDFDoc_GetAttachmentCount(document.raw), 1000)):
         attachment = pdfium.FPDFDoc_GetAttachment(document.raw, index)
-        yield warning(f"embedded_file:{_utf16(pdfium.FPDFAttachment_GetName, attachment)}")
+        yield warning(f"embedded_file:{utf16(pdfium.FPDFAttachment_GetName, attachment)}")
 
 
 def _is_repaired(file: Path) -> bool:
@@ -253,7 +253,7 @@ def _annotations(loaded: Any, *, document_text: str) -> list[str]:
 
 def _field(form: Any, annotation: Any, document_text: str) -> list[str]:
     kind = pdfium.FPDFAnnot_GetFormFieldType(form, annotation)
-    name = _utf16(pdfium.FPDFAnnot_GetFormFieldAlternateName, form, annotation) or _utf16(
+    name = utf16(pdfium.FPDFAnnot_GetFormFieldAlternateName, form, annotation) or utf16(
         pdfium.FPDFAnnot_GetFormFieldName, form, annotation
     )
     if kind in (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON):
@@ -262,15 +262,15 @@ def _field(form: Any, annotation: Any, document_text: str) -> list[str]:
         return [f"[field {name}: checked]"]
     if kind in (pdfium.FPDF_FORMFIELD_PUSHBUTTON, pdfium.FPDF_FORMFIELD_SIGNATURE):
         return []
-    value = _utf16(pdfium.FPDFAnnot_GetFormFieldValue, form, annotation).strip()
+    value = utf16(pdfium.FPDFAnnot_GetFormFieldValue, form, annotation).strip()
     return [f"[field {name}: {value[:MAX_FIELD_CHARS]}]"] if value else []
 
 
 def _annotation_string(annotation: Any, key: bytes) -> str:
-    return _utf16(pdfium.FPDFAnnot_GetStringValue, annotation, key)
+    return utf16(pdfium.FPDFAnnot_GetStringValue, annotation, key)
 
 
-def _utf16(call: Any, *arguments: Any) -> str:
+def utf16(call: Any, *arguments: Any) -> str:
     """A string that pdfium hands out as UTF-16 into a buffer of ours, after telling its size in bytes."""
     size = int(call(*arguments, None, 0))
     if size <= 2:

@@ -9,6 +9,8 @@
 {"end": true} | {"error": {"code", "message"}}
 """
 
+import itertools
+import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from lxml import etree
 
 Message = dict[str, Any]
 TEXT_CHARS = 16_000
+MAX_NAME_CHARS = 200
 
 MAX_RATIO = 200
 RATIO_FLOOR_BYTES = 32 * 1024 * 1024
@@ -48,6 +51,16 @@ class Request:
 def text(value: str) -> Iterator[Message]:
     for at in range(0, len(value), TEXT_CHARS):
         yield {"text": value[at : at + TEXT_CHARS]}
+
+
+def attachment(request: "Request", name: str, data: bytes) -> Message:
+    """Write a file that was inside `request.file` to the scratch folder."""
+    file = request.scratch / f"attachment-{request.file.name}-{next(_attachments)}"
+    file.write_bytes(data)
+    return {"attachment": {"name": name[:MAX_NAME_CHARS], "file": str(file)}}
+
+
+_attachments = itertools.count(os.getpid() << 32)  # one name each, in whatever parser process
 
 
 def warning(code: str, **fields: Any) -> Message:
