@@ -15,6 +15,7 @@ import pytest
 
 from service.documents.base import CollectedDocuments
 from service.queue.base import (
+    AGEING_S,
     SCRUBBED,
     Effects,
     Job,
@@ -169,6 +170,22 @@ class QueueContract:
         clock.now += 3600
         queue.put(NewJob("answer", "t", {}, priority=10, job_id="fresh"))
         assert self.claim(queue).id == "patient"
+
+    def test_a_wait_of_half_a_minute_is_worth_one_step(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}, priority=0, job_id="older"))
+        clock.now += AGEING_S - 1
+        queue.put(NewJob("answer", "t", {}, priority=1, job_id="higher"))
+        clock.now += 2
+        queue.put(NewJob("answer", "t", {}, priority=1, job_id="late"))
+        assert [self.claim(queue).id for _ in range(3)] == ["higher", "older", "late"]
+
+    def test_priority_of_one_tenant_holds_up_no_other(self, queue: Queue) -> None:
+        for number in range(20):
+            queue.put(NewJob("answer", "loud", {}, priority=100, cost_tokens=2000, job_id=f"loud-{number}"))
+        for number in range(3):
+            queue.put(NewJob("answer", "meek", {}, cost_tokens=2000, job_id=f"meek-{number}"))
+        served = Counter(self.claim(queue).tenant for _ in range(6))
+        assert served == {"loud": 3, "meek": 3}
 
     def test_a_flood_holds_up_nobody_else(self, queue: Queue, clock: Clock) -> None:
         for number in range(50):
@@ -340,6 +357,36 @@ class QueueContract:
         for ask in (queue.get, queue.cancel, queue.events):
             with pytest.raises(UnknownJob, match="job-none"):
                 ask("job-none")
+
+    def test_what_only_a_dead_process_reads_ends(self, queue: Queue, clock: Clock) -> None:
+        for reader in ("api-1", "api-2"):
+            queue.attend(reader, for_s=10)
+        queue.put(NewJob("answer", "t", {}, job_id="mine", reader="api-1", priority=9))
+        queue.put(NewJob("answer", "t", {}, job_id="ours", reader="api-1"))
+        queue.put(NewJob("answer", "t", {}, job_id="ours", reader="api-2"))
+        queue.put(NewJob("answer", "t", {}, job_id="background"))
+        running = self.claim(queue)
+        assert running.id == "mine"
+        clock.now += 6
+        queue.attend("api-2", for_s=10)
+        queue.extend(running, lease_s=60)
+        queue.reclaim()
+        assert queue.holds(running)
+        clock.now += 6
+        queue.reclaim()
+        assert not queue.holds(running)
+        ended = queue.get("mine")
+        assert (ended.state, ended.error and ended.error["code"]) == ("cancelled", "abandoned")
+        assert [queue.get(name).state for name in ("ours", "background")] == ["queued", "queued"]
+        clock.now += 60
+        queue.reclaim()
+        assert [queue.get(name).state for name in ("ours", "background")] == ["cancelled", "queued"]
+
+    def test_a_reader_that_was_never_heard_of_is_left_alone(self, queue: Queue, clock: Clock) -> None:
+        queue.put(NewJob("answer", "t", {}, job_id="job-1", reader="api-1"))
+        clock.now += 1000
+        queue.reclaim()
+        assert queue.get("job-1").state == "queued"
 
     # --- events ------------------------------------------------------------------------------------------------
 

@@ -1,48 +1,24 @@
 """The embedded queue: the contract, and what is its own."""
 
-import dataclasses
 import os
 import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from service.database import SCHEMA_VERSION, Database, DatabaseUnavailable, SchemaTooNew
-from service.documents.sqlite import SqliteDocuments
 from service.queue.base import NewJob
-from service.queue.machine_clock import uptime_s
 from service.queue.sqlite_queue import SqliteQueue
 from service.queue.wakeup import Announcer, Listener, socket_folder
 from service.timer import Timer
+from tests.contracts.backends import SqliteBackend
 from tests.contracts.documents_contract import DocumentsContract
 from tests.contracts.queue_contract import QueueContract
-
-
-@dataclasses.dataclass
-class SqliteBackend:
-    path: Path
-    database: Database | None = None
-
-    def queue(self, clock: Callable[[], float] | None = None) -> SqliteQueue:
-        return SqliteQueue(self._open(), clock=clock or time.time, uptime=clock or uptime_s)
-
-    def documents(self) -> SqliteDocuments:
-        return SqliteDocuments(self._open())
-
-    def _open(self) -> Database:
-        self.database = self.database or Database(self.path)
-        return self.database
-
-    def close(self) -> None:
-        if self.database is not None:
-            self.database.close()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "database": None}
+from tests.service.bench import until
 
 
 @pytest.fixture
@@ -178,3 +154,58 @@ def test_lost_wakeup_costs_a_tick_not_an_event(backend: SqliteBackend, monkeypat
     loud.close()
     queue.close()
     other.close()
+
+
+def test_leases_survive_a_clock_that_is_set(backend: SqliteBackend) -> None:
+    now = time.time()
+    queue = SqliteQueue(backend.open(), clock=lambda: now)
+    queue.put(NewJob("answer", "t", {}, job_id="held"))
+    queue.put(NewJob("answer", "t", {}, job_id="resting"))
+    held, resting = (queue.claim("w", ["answer"], lease_s=60) for _ in range(2))
+    assert held is not None
+    assert resting is not None
+    queue.fail(resting, {"code": "x", "message": "x"}, retry=True)
+    now += 86_400
+    assert queue.reclaim() == 0
+    now -= 2 * 86_400
+    assert queue.reclaim() == 0
+    assert queue.holds(held)
+    until(lambda: queue.claim("w", ["answer"], lease_s=60), 10)  # it rests half a second, whatever the clock says
+    queue.close()
+
+
+def test_leases_end_with_the_boot(backend: SqliteBackend) -> None:
+    uptime = 1e6
+    queue = SqliteQueue(backend.open(), uptime=lambda: uptime)
+    queue.attend("api-1", for_s=60)
+    queue.put(NewJob("answer", "t", {}, job_id="held"))
+    queue.put(NewJob("answer", "t", {}, job_id="resting"))
+    queue.put(NewJob("answer", "t", {}, job_id="read", reader="api-1"))
+    for _ in range(2):
+        job = queue.claim("w", ["answer"], lease_s=60)
+    assert job is not None
+    queue.fail(job, {"code": "x", "message": "x"}, retry=True)
+    with backend.open().write(durable=True) as connection:
+        connection.execute("UPDATE jobs SET lease_boot = 'another' WHERE state = 'running'")
+        connection.execute("UPDATE readers SET boot = 'another'")
+    uptime = 5.0
+    assert queue.reclaim() == 1
+    assert queue.get("read").state == "cancelled"
+    claimed = {job.id for _ in range(2) if (job := queue.claim("w", ["answer"], lease_s=60)) is not None}
+    assert claimed == {"held", "resting"}
+    queue.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        ("DELETE FROM jobs WHERE finished_at < 5", "jobs_finished"),
+        ("SELECT id FROM jobs WHERE state = 'queued' AND kind = 'answer' AND tenant > '' "
+         "ORDER BY tenant, created_at - 30.0 * priority LIMIT 1", "jobs_line"),
+    ],
+)  # fmt: skip
+def test_no_scan_of_all_jobs(backend: SqliteBackend, query: str, index: str) -> None:
+    with backend.open().read() as connection:
+        plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert any(index in step for step in plan), plan
+    assert not any(step.startswith("SCAN jobs") or "TEMP B-TREE" in step for step in plan), plan

@@ -58,9 +58,21 @@ local function deliver(kind, consumer)
   return got[1][2][1][1]
 end
 
+-- What is done is trimmed from the front and never deleted by its id: behind a deleted entry Redis can't tell the lag.
 local function settle(kind, entry)
-  redis.call('XACK', key('queue', kind), GROUP, entry)
-  redis.call('XDEL', key('queue', kind), entry)
+  local stream = key('queue', kind)
+  redis.call('XACK', stream, GROUP, entry)
+  local oldest = redis.call('XPENDING', stream, GROUP)[2]
+  if not oldest then
+    local info = redis.call('XINFO', 'GROUPS', stream)[1]
+    for number = 1, #info, 2 do
+      if info[number] == 'last-delivered-id' then
+        local time, seq = string.match(info[number + 1], '(%d+)-(%d+)')
+        oldest = time .. '-' .. string.format('%d', seq + 1)
+      end
+    end
+  end
+  redis.call('XTRIM', stream, 'MINID', oldest)
 end
 
 -- --- waiting
