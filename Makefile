@@ -1,11 +1,11 @@
-# make demo · make serve · make test · make lint · make bench, and their -gpu twins. Everything is installed into .venv.
+# make demo · make serve · make observe · make test · make lint · make bench, and their -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve test lint bench test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+observe: $(STAMP)
+	$(RUN) $(BIN)/python -m tools.observe
 
 bench: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.bench

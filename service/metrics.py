@@ -28,6 +28,7 @@ RECALL_BUCKETS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 
 STAGES = ("upload", "ingest", "queue", "prefill", "kv_store", "answer")
 CACHE_STATES = ("cold", "partial", "warm_host", "warm_disk")
 CLASSES = ("repo", "bundle", "doc", "several")
+PATTERNS = ("dense", "a_shape", "vertical_slash", "block_sparse")
 DECISIONS = ("computed", "reused", "recomputed_damaged")
 
 Known = Iterable[tuple[str, ...]]
@@ -125,7 +126,12 @@ class Metrics:
             "kind",
             known=classes,
         )
-        self.heads = counter("foreword_heads", "KV-head groups of prefills, by pattern", "pattern")
+        self.heads = counter(
+            "foreword_heads",
+            "KV-head groups of prefills, by pattern",
+            "pattern",
+            known=[(pattern,) for pattern in PATTERNS],
+        )
         self.layers_recomputed = counter("foreword_layers_recomputed", "Layers computed again behind a resume point")
         self.device_seconds = counter(
             "foreword_device_seconds", "Time the engine computed, waiting for KV included", "device", "stage"
@@ -169,6 +175,12 @@ class Metrics:
         self.kv_decisions = counter(
             "foreword_kv_decisions", "How a prefix's KV was come by", "decision", known=[(name,) for name in DECISIONS]
         )
+        self.webhook_deliveries = counter(
+            "foreword_webhook_deliveries",
+            "Attempts to deliver a webhook, by outcome",
+            "outcome",
+            known=[("delivered",), ("failed",), ("given_up",)],
+        )
         self.summary_quotes = counter("foreword_summary_quotes", "Quotes of summaries, verified or dropped", "outcome")
         self.kernel_path = gauge(
             "foreword_kernel_path", "1 for the path that an operation takes", "livemostrecent", "op", "path"
@@ -191,6 +203,21 @@ class Metrics:
             "read_bytes": self.kv_read_bytes,
             "written_bytes": self.kv_written_bytes,
         }
+
+    def serving(self, model: str, device: str) -> None:
+        """In a worker, once its model is loaded: its series begin at 0 too, and it counts as one that lives."""
+        for state in CACHE_STATES:
+            self.time_to_first_token.labels(model, state)
+            for stage in STAGES[1:]:
+                self.first_token_stages.labels(state, stage)
+        self.answer_seconds.labels(model)
+        for tenant in self.tenant.names:
+            self.tenant_queue_seconds.labels(tenant)
+            for source in ("prompt", "generated"):
+                self.tenant_tokens.labels(tenant, source)
+        for stage in ("prefill", "answer"):
+            self.device_seconds.labels(device, stage)
+        self.workers.set(1)
 
     def first_token(self, model: str, cache_state: str, seconds: float, stages: dict[str, float]) -> None:
         """One observation of TTFT. `stages`: seconds of it by stage, adding up to it."""

@@ -15,7 +15,8 @@ class TenantLabels:
 
     def __init__(self, tenants: Iterable[str]) -> None:
         """`tenants` in the order of the keys file, which all processes of a server read."""
-        self._named = frozenset(list(dict.fromkeys(tenants))[:MOST_TENANTS])
+        self.names = tuple(dict.fromkeys(tenants))[:MOST_TENANTS]
+        self._named = frozenset(self.names)
 
     def __call__(self, tenant: str) -> str:
         return tenant if tenant in self._named else OTHER

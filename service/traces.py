@@ -1,6 +1,6 @@
 """Traces by OpenTelemetry (the extra `otel`): one trace from an API request through its jobs to the worker.
 
-Off unless FOREWORD_OTLP_ENDPOINT is set; then nothing of OpenTelemetry is imported and `traceparent` goes unread. Spans
+Off unless FOREWORD_OTLP_ENDPOINT is set: no SDK is imported then and `traceparent` goes unread. Spans
 are named by their stage and made when the stage is over, since a worker does many things by turns. Attributes are those
 of the GenAI semantic conventions and `foreword.*`; no text of documents, questions or answers is among them.
 """

@@ -1,0 +1,85 @@
+"""A minute of a server's life: documents of each class read, asked about cold and warm, one refused, one withdrawn."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.observe.client import Client, zip_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("engine/kv_store/*.py", "service/queue/*.py")
+PROSE = ("README.md", "ARCHITECTURE.md", "docs/http.md")
+CODE_CHARS = 34_000  # about 9,500 tokens: the last of them are attended sparsely
+QUESTIONS = (
+    "What are the parameters of the function set_policy?",
+    "What does the class Counters count?",
+    "Which errors may open_reader raise?",
+)
+
+
+class Work:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client = Client(url)
+
+    def __enter__(self) -> "Work":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.__exit__(*exception)
+
+    def steps(self) -> Iterator[str]:
+        """Each step done, in words."""
+        client = self._client
+        code = client.upload("foreword.zip", zip_of(source()))
+        yield "uploaded a part of this repository"
+        document = client.wait(code)
+        yield f"read it: {document['num_tokens']:,} tokens, first token after {document['cold_ttft_s']:.1f} s (cold)"
+        for question in QUESTIONS:
+            yield self._asked(code, question)
+        prose = client.upload(
+            "prose.zip", zip_of({name: (ROOT / name).read_text()[:6000] for name in PROSE}), kind="bundle"
+        )
+        client.upload("movie.mkv", b"\x1aE\xdf\xa3 not a document" * 100)
+        yield "uploaded a bundle of its documentation, and a film, which is refused"
+        yield from self._together(code)
+        client.wait(prose)
+        yield self._asked(prose, "What does make test need?")
+        withdrawn = client.upload("withdrawn.txt", (ROOT / "docs/ingest.md").read_bytes())
+        client.wait(withdrawn, progress=0.01)
+        client.delete(withdrawn)
+        yield "began another document and withdrew it"
+        short = client.upload("license.txt", (ROOT / "LICENSE").read_bytes()[:5000])
+        client.wait(short)
+        yield self._asked(short, "Who grants the patent licence?")
+        yield self._asked(code, QUESTIONS[0])
+
+    def _together(self, file_id: str) -> Iterator[str]:
+        """Several users at once, so that there is a queue."""
+        threads = [threading.Thread(target=self._ask_alone, args=(file_id, question)) for question in QUESTIONS * 4]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        yield f"{len(threads)} users asked at once"
+
+    def _ask_alone(self, file_id: str, question: str) -> None:
+        with Client(self._url) as client:
+            client.ask(file_id, question, max_tokens=12)
+
+    def _asked(self, file_id: str, question: str) -> str:
+        foreword = self._client.ask(file_id, question, max_tokens=24)["foreword"]
+        return f"asked: first token after {foreword['ttft_s']:.2f} s ({foreword['cache_state']})"
+
+
+def source() -> dict[str, str]:
+    """Files of this repository, up to CODE_CHARS."""
+    files: dict[str, str] = {}
+    left = CODE_CHARS
+    for pattern in CODE:
+        for path in sorted(ROOT.glob(pattern)):
+            text = path.read_text(encoding="utf-8")
+            if len(text) <= left:
+                files[str(path.relative_to(ROOT))] = text
+                left -= len(text)
+    return files
