@@ -158,7 +158,7 @@ def meaning(error: exceptions.RedisError, url: str) -> QueueUnavailable:
     text = str(error)
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError) or text.startswith(_REFUSED):
         return RedisRefused(f"Redis at {url} refuses: {text}")
-    if isinstance(error, exceptions.NoPermissionError):
+    if isinstance(error, exceptions.NoPermissionError) or "executing the script can't" in text:
         return RedisRefused(f"Redis at {url} refuses: {text}: the user needs every command on {NAMESPACE}*")
     if isinstance(error, exceptions.OutOfMemoryError) or text.startswith(_FULL):
         return RedisFull(f"Redis at {url} is full: {text}")
