@@ -7,7 +7,7 @@ from blake3 import blake3
 from engine.sparse.settings import SparseSettings
 
 # Raised whenever a change of code changes KV: tiles, order of operations, sampling, storage format.
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from engine.prefix_kv import PrefixKV
 from engine.resume import ResumeFolder
 from engine.sampling import check_sampling
 from engine.sparse.settings import SparseSettings, for_fidelity
+from engine.threads import keep_freed_memory
 from engine.work import MachineRates, PrefillWork
 
 log = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ def open_engine(
     """
     if device not in ("auto", "cpu"):
         raise ValueError(f"device: got {device!r}, expected auto or cpu")
+    keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
     model = load_model(folder, dtype=_dtype(dtype))

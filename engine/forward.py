@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.model import LayerWeights, Model
+from kernels.gated_mlp import gated_mlp
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,11 @@ def queries_keys_values(
     if layer.q_norm is not None and layer.k_norm is not None:
         q, _ = rms_norm(q.contiguous(), layer.q_norm, eps=spec.norm_eps)
         k, _ = rms_norm(k.contiguous(), layer.k_norm, eps=spec.norm_eps)
-    q = rope(q, at.cos, at.sin, interleaved=model.interleaved)
-    k = rope(k, at.cos, at.sin, interleaved=model.interleaved)
+        q = rope(q, at.cos, at.sin, interleaved=model.interleaved)
+        k = rope(k, at.cos, at.sin, interleaved=model.interleaved)
+    else:
+        # Side by side in memory: one call turns both, in place.
+        rope(fused[:, : spec.heads + spec.kv_heads], at.cos, at.sin, interleaved=model.interleaved)
     return q, k, v
 
 
@@ -51,7 +54,14 @@ def finish_layer(model: Model, layer: LayerWeights, hidden: torch.Tensor, attend
     """Output projection, residual and MLP. hidden [rows, hidden], attended [rows, heads, head_dim] → [rows, hidden]."""
     projected = F.linear(attended.reshape(len(hidden), -1), layer.out, layer.out_bias)
     normed, hidden = rms_norm(projected, layer.mlp_norm, eps=model.spec.norm_eps, residual=hidden)
-    return hidden + F.linear(swiglu(F.linear(normed, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+    return gated_mlp(
+        normed,
+        layer.gate_up,
+        layer.down,
+        residual=hidden,
+        gate_up_bias=layer.gate_up_bias,
+        down_bias=layer.down_bias,
+    )
 
 
 def logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:

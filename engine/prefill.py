@@ -8,7 +8,6 @@ the same whether the document ends there or goes on, however the work is cut int
 import logging
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import torch
@@ -26,11 +25,9 @@ from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask
 from engine.stored_kv import load_segments, segment_bytes
 from engine.work import PrefillWork
-from kernels.cpu_workers import run_all
 
 log = logging.getLogger(__name__)
 
-ROW_TILE = 512  # rows that go through the linears together
 # A step takes pieces until so much time is used; no piece takes longer than that by prediction, so a step stays
 # within 250 ms.
 STEP_S = 0.1
@@ -258,11 +255,11 @@ class LayerMajorPrefill:
         """One segment through one layer: K and V, attention, then the rest in place of the hidden states."""
         model, state, spec = self._model, self._state, self._model.spec
         weights = model.layers[layer]
-        tiles = _tiles(segment)
+        tiles = self._tiles(segment)
         q = torch.empty(tiles[-1].stop - segment.start, spec.heads, spec.head_dim, dtype=model.dtype)
         out = torch.zeros_like(q)
 
-        def project(tile: range) -> None:
+        for tile in tiles:
             hidden = state.hidden[tile.start - state.first_row : tile.stop - state.first_row]
             at = forward.rotation(model, tile.start, len(tile))
             tile_q, k, v = forward.queries_keys_values(model, weights, hidden, at)
@@ -270,14 +267,7 @@ class LayerMajorPrefill:
             real = min(tile.stop, segment.end)
             state.kv[0, :, tile.start : real] = k[: real - tile.start].transpose(0, 1)
             state.kv[1, :, tile.start : real] = v[: real - tile.start].transpose(0, 1)
-
-        def finish(tile: range) -> None:
-            rows = slice(tile.start - state.first_row, tile.stop - state.first_row)
-            attended = out[tile.start - segment.start : tile.stop - segment.start]
-            state.hidden[rows] = forward.finish_layer(model, weights, state.hidden[rows], attended)
-
-        run_all(partial(project, tile) for tile in tiles)
-        yield
+            yield
         task = SegmentTask(
             layer=layer,
             start=segment.start,
@@ -288,8 +278,16 @@ class LayerMajorPrefill:
             seed=int(segment.key[:14], 16) ^ layer,
         )
         yield from attend(task, self._settings, state.report)
-        run_all(partial(finish, tile) for tile in tiles)
-        yield
+        for tile in tiles:
+            rows = slice(tile.start - state.first_row, tile.stop - state.first_row)
+            attended = out[tile.start - segment.start : tile.stop - segment.start]
+            state.hidden[rows] = forward.finish_layer(model, weights, state.hidden[rows], attended)
+            yield
+
+    def _tiles(self, segment: Segment) -> list[range]:
+        """Row tiles at fixed positions; the document's last one is padded to the granule, beyond its end."""
+        end, rows = -(-segment.end // ROW_GRANULE) * ROW_GRANULE, self._work.tile_rows
+        return [range(start, min(start + rows, end)) for start in range(segment.start, end, rows)]
 
     def _checkpoint_due(self, layer: int, last: float) -> bool:
         """At the boundary of a layer group, where the store can have published what lies before; not at the end."""
@@ -313,9 +311,3 @@ class LayerMajorPrefill:
             segments=self._chain,
             segment_recalls=state.report.segment_recalls(),
         )
-
-
-def _tiles(segment: Segment) -> list[range]:
-    """Row tiles at fixed positions; the document's last one is padded to the granule, beyond its end."""
-    end = -(-segment.end // ROW_GRANULE) * ROW_GRANULE
-    return [range(start, min(start + ROW_TILE, end)) for start in range(segment.start, end, ROW_TILE)]

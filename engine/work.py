@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.chain import SEGMENT_TOKENS
 from engine.sparse.settings import SparseSettings
 from engine.spec import ModelSpec
 
@@ -9,6 +10,8 @@ from engine.spec import ModelSpec
 # the choice of blocks and the guard come on top.
 _DENSITY = {0.90: 0.32, 0.95: 0.45, 0.99: 0.75}
 _CHOICE_SHARE = 0.12
+_TILE_FLOPS = 1.5e11
+_SMALLEST_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,17 @@ class PrefillWork:
 
     spec: ModelSpec
     rates: MachineRates
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows that go through the linears together: a segment, or what 0.1 s allows of it on the machine measured.
+
+        From the model alone, so that the bits of the KV do not depend on the machine's measured rates.
+        """
+        rows, row_flops = SEGMENT_TOKENS, 2.0 * self.spec.linear_parameters / self.spec.num_layers
+        while rows > _SMALLEST_TILE and rows * row_flops > _TILE_FLOPS:
+            rows //= 2
+        return rows
 
     def segment_s(self, start: int, rows: int, settings: SparseSettings) -> float:
         """Rows [start, start + rows) through one layer."""

@@ -30,6 +30,7 @@ OPS = (
     "rms_norm",
     "rope",
     "swiglu",
+    "gated_mlp",
     "kv_quant",
 )
 

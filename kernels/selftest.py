@@ -17,6 +17,7 @@ from kernels.block_sparse_attention import block_sparse_attention
 from kernels.decode_attention import decode_attention, pages_view
 from kernels.dense_attention import dense_attention
 from kernels.full_attention import full_attention
+from kernels.gated_mlp import gated_mlp
 from kernels.kv_quant import dequantise_kv, quantise_kv
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
@@ -198,6 +199,12 @@ def _swiglu(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     return (swiglu(_normal(5, 6 * head_dim, device=device, dtype=dtype, seed=1)),)
 
 
+def _mlp(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    x, residual = (_normal(5, head_dim, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    gate_up, down = (_normal(*shape, device=device, dtype=dtype, seed=3) for shape in ((96, head_dim), (head_dim, 48)))
+    return (gated_mlp(x, gate_up * 0.1, down, residual=residual),)
+
+
 def _quantised(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     """There and back: a value on the edge of two FP8 steps may fall either way, its neighbour 1/16 off; so the values
     are such as FP8 holds exactly."""
@@ -219,5 +226,6 @@ _CASES: dict[str, Callable[[torch.device, torch.dtype, int], Tensors]] = {
     "rms_norm": _norm,
     "rope": _rope,
     "swiglu": _swiglu,
+    "gated_mlp": _mlp,
     "kv_quant": _quantised,
 }

@@ -3,7 +3,6 @@
 Everything here is decided from this segment and its past; a generator's `yield` is where the scheduler may step in.
 """
 
-import math
 from collections.abc import Generator, Iterator
 
 import torch
@@ -15,7 +14,7 @@ from engine.sparse.report import AttentionReport, causal_pairs
 from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask
 from kernels.block_lists import BlockLists, lists_from_mask, mask_from_lists
-from kernels.block_lse import block_lse
+from kernels.block_lse import block_masses
 from kernels.block_scores import block_scores
 from kernels.block_selection import select_blocks
 from kernels.block_sparse_attention import block_sparse_attention
@@ -60,9 +59,9 @@ class _SparseSegment:
     def run(self) -> Iterator[None]:
         task, settings = self._task, self._settings
         masses = yield from self._score()
-        fresh = self._row_masses(self._guard)
+        guard, witness = self._row_masses(self._guard, self._witness)
         yield
-        mask, steered = self._settle(masses, fresh)
+        mask, steered = self._settle(masses, guard)
         yield
         if int(mask.sum()) > settings.dense_share * int(self._causal.sum()) * self._list_heads:
             yield from attend_dense(task)
@@ -70,7 +69,7 @@ class _SparseSegment:
             self._report.add_dense(task.layer, task.kv_heads, task.start, task.rows, blocks=blocks)
             return
         yield from self._attend(mask)
-        self._record(mask, steered)
+        self._record(mask, steered, witness)
 
     def _score(self) -> Generator[None, None, torch.Tensor]:
         """Masses of the sampled rows, [row_blocks, list_heads, 2, key_blocks]."""
@@ -111,10 +110,10 @@ class _SparseSegment:
         )
         return mask_from_lists(lists, self._key_blocks)
 
-    def _row_masses(self, rows: torch.Tensor) -> torch.Tensor:
-        """Softmax masses of `rows` [heads, count] over the key blocks, [kv_heads, group * count, key_blocks]."""
-        task = self._task
-        lse = block_lse(
+    def _row_masses(self, *draws: torch.Tensor) -> list[torch.Tensor]:
+        """Softmax masses over the key blocks of each draw [heads, count] of rows: [heads, count, key_blocks]."""
+        task, rows = self._task, torch.cat(draws, 1)
+        masses = block_masses(
             task.q,
             task.k,
             rows.view(task.kv_heads, -1),
@@ -123,14 +122,14 @@ class _SparseSegment:
             row_offset=task.start,
             scale=task.q.shape[2] ** -0.5,
         )
-        return (lse - torch.logsumexp(lse * math.log(2), 1, keepdim=True) / math.log(2)).exp2_().transpose(1, 2)
+        return list(torch.split(masses.view(*rows.shape, -1), [draw.shape[1] for draw in draws], 1))
 
     def _kept(self, mask: torch.Tensor, rows: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
         """Share of the softmax mass kept, exp(LSE kept − LSE all), of each row: [kv_heads, group * count]."""
         heads = rows.shape[0]
         list_head = torch.arange(heads)[:, None] // (heads // self._list_heads)
-        kept = mask[rows.long() // self._settings.row_block, list_head].view(*masses.shape)
-        return (masses * kept).sum(-1)
+        kept = mask[rows.long() // self._settings.row_block, list_head]
+        return (masses * kept).sum(-1).view(self._task.kv_heads, -1)
 
     def _settle(self, masses: torch.Tensor, fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The block mask and each group's recall [kv_heads] over the guard's rows, which steer its budget.
@@ -166,7 +165,8 @@ class _SparseSegment:
 
     def _attend(self, mask: torch.Tensor) -> Iterator[None]:
         task, block = self._task, self._settings.row_block
-        for first, last in task.pieces(block):
+        density = int(mask.sum()) / (int(self._causal.sum()) * self._list_heads)
+        for first, last in task.pieces(block, share=density):
             block_sparse_attention(
                 task.q[first:last],
                 task.k,
@@ -177,13 +177,13 @@ class _SparseSegment:
             )
             yield
 
-    def _record(self, mask: torch.Tensor, steered: torch.Tensor) -> None:
+    def _record(self, mask: torch.Tensor, steered: torch.Tensor, masses: torch.Tensor) -> None:
         """What is reported comes from the witness rows, which neither ordered the blocks nor steered their number.
 
         A cell is below target where the guard's rows still say so, or the witnesses do beyond the estimate's error.
         """
         task, settings, report = self._task, self._settings, self._report
-        kept = self._kept(mask, self._witness, self._row_masses(self._witness))
+        kept = self._kept(mask, self._witness, masses)
         recall, error = kept.mean(1), kept.std(1, correction=0) / kept.shape[1] ** 0.5
         per_group = self._list_heads // task.kv_heads
         # Every block counts whole but for the diagonal's, of which a causal half is computed.

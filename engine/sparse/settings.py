@@ -10,7 +10,7 @@ Policy = Literal["dense", "a_shape", "vertical_slash", "block_sparse", "adaptive
 POLICIES: tuple[Policy, ...] = ("dense", "a_shape", "vertical_slash", "block_sparse", "adaptive")
 
 # Raised whenever the choice of blocks changes for equal settings.
-POLICY_VERSION = 4
+POLICY_VERSION = 5
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Log-sum-exp of gathered rows over every key block: the one pass over the keys that scoring and the guard share."""
 
+import math
+
 import torch
 
 from kernels import checks, dispatch
@@ -25,15 +27,43 @@ def block_lse(
 
     Returns [kv_heads, key_blocks, samples] float32, key_blocks = ceil(k_tokens / key_block).
     """
+    _check(q, k, rows)
+    result: torch.Tensor = dispatch.implementation("block_lse", q.device).block_lse(
+        q, k, rows, per_head, key_block, row_offset, scale
+    )
+    return result
+
+
+def block_masses(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    per_head: int,
+    key_block: int,
+    row_offset: int,
+    scale: float,
+) -> torch.Tensor:
+    """Each gathered row's softmax mass over the causal keys of each block; arguments as of `block_lse`.
+
+    Returns [kv_heads, samples, key_blocks] float32; a row's masses sum to 1.
+    """
+    _check(q, k, rows)
+    path = dispatch.implementation("block_lse", q.device)
+    arguments = (q, k, rows, per_head, key_block, row_offset, scale)
+    if hasattr(path, "block_masses"):
+        masses: torch.Tensor = path.block_masses(*arguments)
+    else:
+        masses = path.block_lse(*arguments).transpose(1, 2).mul(math.log(2)).softmax(-1)
+    return masses
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> None:
     checks.shape("rows", rows, k.shape[0], "samples")
     checks.dtype("rows", rows, torch.int32)
     checks.same_device(q=q, k=k, rows=rows)
     if not rows.is_contiguous():
         raise ValueError(f"rows: expected a dense tensor, got strides {rows.stride()}")
-    result: torch.Tensor = dispatch.implementation("block_lse", q.device).block_lse(
-        q, k, rows, per_head, key_block, row_offset, scale
-    )
-    return result
 
 
 def rows_per_pass(kv_heads: int, key_blocks: int) -> int:

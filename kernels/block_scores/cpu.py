@@ -1,8 +1,10 @@
-"""Block scores on the CPU, from the block-wise log-sum-exps of the sampled rows."""
+"""Block scores on the CPU, from the softmax masses of the sampled rows."""
 
 import torch
 
-from kernels.block_lse.cpu import natural_block_lse
+from kernels.block_lse.cpu import masses_of_rows, unsupported
+
+__all__ = ["block_scores", "unsupported"]
 
 
 def block_scores(
@@ -27,8 +29,10 @@ def block_scores(
     sampled = sampled.view(row_blocks, kv_heads, group * samples, head_dim).transpose(0, 1)
     packed = sampled.reshape(kv_heads, row_blocks * group * samples, head_dim)
     positions = rows.view(row_blocks, kv_heads, -1).transpose(0, 1).reshape(kv_heads, -1) + row_offset
-    lse = natural_block_lse(packed, k, positions, key_block, scale)
-    mass = (lse - lse.logsumexp(-1, keepdim=True)).exp_().view(kv_heads, row_blocks, group * samples, key_blocks)
+    mass = masses_of_rows(packed, k, positions, key_block, scale)[0]
+    mass = mass.view(kv_heads, row_blocks, group * samples, key_blocks)
+    if group * samples % 2 == 0:
+        return mass.unflatten(2, (-1, 2)).mean(2).transpose(0, 1).contiguous()
     fold = torch.arange(group * samples) % 2
     masses = torch.zeros(row_blocks, kv_heads, 2, key_blocks)
     for half in range(min(2, group * samples)):

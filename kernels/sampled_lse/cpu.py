@@ -3,7 +3,9 @@
 import torch
 
 from kernels.block_lists import BlockLists, mask_from_lists
-from kernels.block_lse.cpu import natural_block_lse
+from kernels.block_lse.cpu import natural_block_lse, unsupported
+
+__all__ = ["sampled_lse", "unsupported"]
 
 
 def sampled_lse(

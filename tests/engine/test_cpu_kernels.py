@@ -42,7 +42,7 @@ def test_full_attention_equals_the_reference(rows: int, keys: int) -> None:
 
 
 @pytest.mark.parametrize("spike", [0.0, 40.0])
-def test_block_sums_survive_scores_that_overflow(spike: float) -> None:
+def test_block_sums_of_scores_far_apart(spike: float) -> None:
     """One far key whose score exceeds everything next to the row by more than an exponential can hold."""
     q, k = normal(300, 4, 64), normal(2, 2300, 64, seed=1)
     q[..., 0] = 16

@@ -90,9 +90,9 @@ def test_adaptive_reaches_its_target_by_its_own_count() -> None:
 def true_recall(work: SegmentTask, target: float) -> float:
     """exp(LSE kept − LSE all) over all rows, the lists found again with the same seed."""
     segment = _SparseSegment(work, replace(SPARSE, target=target), AttentionReport())
-    mask, _ = segment._settle(last(segment._score()), segment._row_masses(segment._guard))
+    mask, _ = segment._settle(last(segment._score()), segment._row_masses(segment._guard)[0])
     every_row = torch.arange(ROWS, dtype=torch.int32).expand(HEADS, -1).contiguous()
-    return float(segment._kept(mask, every_row, segment._row_masses(every_row)).mean())
+    return float(segment._kept(mask, every_row, segment._row_masses(every_row)[0]).mean())
 
 
 def last(steps: Generator[None, None, T] | Iterator[None]) -> T:

@@ -6,6 +6,7 @@ from kernels import dispatch
 from kernels.block_lists import BlockLists, lists_from_mask
 
 HAS_GPU = torch.cuda.is_available()
+_WITHOUT_TRITON = ("dense_attention", "full_attention", "gated_mlp")
 # The interpreter computes bfloat16 products on raw bits, so bfloat16 waits for a GPU.
 DTYPES = (torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32, torch.float16)
 
@@ -14,7 +15,7 @@ def paths(op: str) -> list[str]:
     """Every path of `op` but the reference that can run here; Triton's interpreter counts."""
     device = torch.device("cuda" if HAS_GPU else "cpu")
     found = [path for path, obstacle in dispatch.candidates(op, device) if obstacle is None and path != "reference"]
-    return found if HAS_GPU else [*found, *(["triton"] if op != "dense_attention" and op != "full_attention" else [])]
+    return found if HAS_GPU or op in _WITHOUT_TRITON else [*found, "triton"]
 
 
 def generator(seed: int) -> torch.Generator:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.block_lse import block_lse
+from kernels.block_lse import block_lse, block_masses
 from kernels.block_lse.reference import block_lse as reference
 from tests.kernels.arguments import DTYPES, HAS_GPU, attention_inputs, generator, paths
 from tests.kernels.tolerances import LSE_ERROR, lse_error
@@ -33,6 +33,21 @@ def test_equals_reference(
     want = reference(q.double(), k.double(), rows, **options)
     assert lse.shape == want.shape
     assert lse_error(lse, want) <= LSE_ERROR[dtype]
+
+
+@pytest.mark.parametrize("path", paths("block_lse"))
+def test_masses_of_rows_far_apart(path, device):
+    """Some rows have whole runs of key blocks behind them that are the future of others."""
+    q, k, _ = attention_inputs(700, 6, 2, 700, 64, torch.float32, device)
+    rows = torch.tensor([[0, 1, 15, 16, 130, 699], [3, 255, 256, 257, 600, 698]], dtype=torch.int32, device=device)
+    options = {"per_head": 2, "key_block": 4, "row_offset": 0, "scale": 0.125}
+    with dispatch.override("block_lse", path):
+        masses = block_masses(q, k, rows, **options)
+    want = reference(q.double(), k.double(), rows, **options).double().transpose(1, 2).exp2()
+    want = want / want.sum(-1, keepdim=True)
+    assert masses.shape == want.shape
+    assert (masses.double() - want).abs().max() <= 2e-3
+    assert torch.equal(masses == 0, want == 0)
 
 
 def test_wrong_arguments():

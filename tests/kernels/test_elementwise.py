@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import dispatch
+from kernels.gated_mlp import gated_mlp
 from kernels.kv_quant import dequantise_kv, quantise_kv
 from kernels.rms_norm import rms_norm, rms_norm_fp8
 from kernels.rope import rope
@@ -64,6 +65,26 @@ def test_swiglu(rows, inter, dtype, path, device):
     assert fp8_error(stored, scale, want) <= 1.01
 
 
+@pytest.mark.parametrize("path", paths("gated_mlp"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 48), (3, 77, 33), (130, 576, 1536)])
+def test_gated_mlp(rows, hidden, inter, biased, dtype, path, device):
+    def weight(*shape: int, seed: int) -> torch.Tensor:
+        return normal(*shape, dtype=torch.float32, device=device, seed=seed).div(shape[-1] ** 0.5).to(dtype)
+
+    x, residual = (normal(rows, hidden, dtype=dtype, device=device, seed=s) for s in (1, 2))
+    gate_up, down = weight(2 * inter, hidden, seed=3), weight(hidden, inter, seed=4)
+    biases = (weight(2 * inter, seed=5), weight(hidden, seed=6)) if biased else (None, None)
+    with dispatch.override("gated_mlp", path):
+        out = gated_mlp(x, gate_up, down, residual=residual, gate_up_bias=biases[0], down_bias=biases[1])
+    wide = [bias.double() if bias is not None else 0 for bias in biases]
+    gate, up = (x.double() @ gate_up.double().T + wide[0]).chunk(2, -1)
+    want = residual.double() + (gate * gate.sigmoid() * up) @ down.double().T + wide[1]
+    assert out.dtype == dtype
+    assert relative_error(out, want) <= RELATIVE_ERROR[dtype]
+
+
 def test_rows_of_zeros_have_scale_one(device):
     for path in paths("swiglu"):
         with dispatch.override("swiglu", path):
@@ -122,6 +143,8 @@ def test_wrong_arguments():
         rms_norm(torch.zeros(64, 3).T, w)
     with pytest.raises(ValueError, match=r"gate_up: expected an even last dimension, got \[3, 7\]"):
         swiglu(torch.zeros(3, 7))
+    with pytest.raises(ValueError, match=r"down: expected shape \[64, 16\], got \[64, 32\]"):
+        gated_mlp(x, torch.zeros(32, 64), torch.zeros(64, 32), residual=x)
     with pytest.raises(ValueError, match=r"cos: expected 1 to 32 pairs for head_dim 64, got 33"):
         rope(torch.zeros(2, 1, 64), torch.zeros(2, 33), torch.zeros(2, 33))
     with pytest.raises(ValueError, match=r"cos: expected dtype torch.float32"):
