@@ -36,6 +36,10 @@ class Limits(BaseModel):
     def count_requests(self) -> bool:
         return self.requests_per_minute is not None or self.concurrent_requests is not None
 
+    @property
+    def count_answers(self) -> bool:
+        return self.tokens_per_minute is not None or self.concurrent_answers is not None
+
 
 class Key(BaseModel):
     """One entry of the keys file. The key itself is nowhere on disk."""

@@ -1,6 +1,6 @@
 """Where jobs and records are kept: in one machine's SQLite, or in Redis for any number of machines."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +37,10 @@ class WorkersSeen(Protocol):
 
     def digest(self, fidelity: str) -> str | None:
         """What KV of this fidelity is made under now; None while no worker is seen."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Of the workers that live, as jobs name them."""
         ...
 
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 LEASE_S = 20.0
+RENEWED_S = 2.0  # also how soon a change by somebody else is noticed
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Held:
     def __init__(self, objects: Objects, stored: StoredObject) -> None:
         self._objects = objects
         self._lock = asyncio.Lock()
+        self._lost = False
         self.stored = stored
 
     @property
@@ -52,35 +54,29 @@ class Held:
     async def delete(self) -> None:
         await to_thread.run_sync(self._objects.delete, self.stored.kind, self.stored.tenant, self.stored.id)
 
+    def check(self) -> None:
+        """Raises ObjectChanged once `renewed` has found out that somebody else changed the object."""
+        if self._lost:
+            raise ObjectChanged(f"{self.stored.kind} {self.stored.id!r} was changed by somebody else")
+
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
-        """The lease lasts as long as the block, which is cancelled when somebody else changes the object.
-
-        Raises ObjectChanged behind that.
-        """
-        task, lost = asyncio.current_task(), False
-        assert task is not None
-
-        async def renew() -> None:
-            nonlocal lost
-            while True:
-                await asyncio.sleep(LEASE_S / 10)
-                try:
-                    await self.save({}, due_at=time.time() + LEASE_S)
-                except ObjectChanged:
-                    lost = True
-                    task.cancel()
-                    return
-
-        renewing = asyncio.create_task(renew())
+        """The lease lasts as long as the block, which must `check` now and then."""
+        renewing = asyncio.create_task(self._renew())
         try:
             yield
-        except asyncio.CancelledError:
-            if lost and task.uncancel() == 0:
-                raise ObjectChanged(f"{self.stored.kind} {self.stored.id!r} was changed by somebody else") from None
-            raise
         finally:
             renewing.cancel()
+
+    async def _renew(self) -> None:
+        while not self._lost:
+            await asyncio.sleep(RENEWED_S)
+            try:
+                await self.save({}, due_at=time.time() + LEASE_S)
+            except ObjectChanged:
+                self._lost = True
+            except Exception:  # the store may be back before the lease runs out
+                log.exception("lease of %s %s not renewed", self.stored.kind, self.stored.id)
 
 
 class Background:

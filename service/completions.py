@@ -56,10 +56,11 @@ class Completion:
         async with aclosing(steps):
             async for step in steps:
                 if isinstance(step, Finished):
-                    return await self._whole(step)
+                    return await self.finished(step)
         raise AssertionError("an answer ends with Finished or an error")
 
-    async def _whole(self, finished: Finished) -> dict[str, Any]:
+    async def finished(self, finished: Finished) -> dict[str, Any]:
+        """The response to an answer that has ended."""
         message = {
             "role": "assistant",
             "content": finished.text,

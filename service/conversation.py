@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from service.errors import InvalidRequest
 from service.prompt import Message
-from service.schemas import ChatMessage, FileReference, TextPart
+from service.schemas import ChatMessage, ChatRequest, FileReference, TextPart
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,17 @@ def read_conversation(messages: Sequence[ChatMessage]) -> Conversation:
         role = "system" if message.role == "developer" else message.role
         spoken.append(Message(role, "\n".join(texts)))
     return Conversation(spoken, list(files.values()))
+
+
+def handles_of(chat: ChatRequest) -> list[str]:
+    """Of the files that a conversation mentions, each once. Raises InvalidRequest for one that is given inline."""
+    ids: list[str] = []
+    for reference in read_conversation(chat.messages).files:
+        if reference.file_id is None:
+            raise InvalidRequest("file_data: a file that was uploaded is expected here", param="messages")
+        if reference.file_id not in ids:
+            ids.append(reference.file_id)
+    return ids
 
 
 def decode_inline(reference: FileReference) -> tuple[str, bytes]:

@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from engine.kv_store import VerifyReport
 from service.auth import Principal
+from service.background import Background
 from service.documents.base import Documents
 from service.errors import InvalidRequest, TooLarge, UnsupportedMediaType
 from service.kv_policy import KeepsPolicies
@@ -26,6 +27,7 @@ from service.served_model import ServedModel
 from service.settings import Settings
 from service.traces import Traces
 from service.uploads import UploadStore
+from service.webhook_sender import Sender
 
 MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
 _SURROGATE = re.compile(r"\\u[dD]")
@@ -56,6 +58,9 @@ class Services:
     metrics: Metrics
     worker_seen: Callable[[], bool]
     engine_digest: Callable[[str], str | None]  # of a fidelity; None while no worker has told it
+    worker_names: Callable[[], Sequence[str]]
+    background: Background
+    sender: Sender
     traces: Traces = field(default_factory=Traces)
     reader: str = field(default_factory=lambda: f"api-{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}")
     answer_readers: Counter[str] = field(default_factory=Counter)  # job id → responses of this process that follow it

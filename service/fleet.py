@@ -137,6 +137,10 @@ class Fleet:
     def seen(self) -> bool:
         return bool(self._look()[1])
 
+    def names(self) -> list[str]:
+        """Of the workers that live, as jobs name them."""
+        return sorted(str(worker["worker"]) for worker in self._look()[1])
+
     def digest(self, fidelity: str) -> str | None:
         identity, living = self._look()
         return identity.digests.get(fidelity) if identity is not None and living else None

@@ -18,6 +18,7 @@ from service.payloads import IngestPayload, origin_of
 from service.queue.base import Effects, NewJob, RecordChange
 from service.schemas import UploadOptions
 from service.uploads import Upload, clean_name
+from service.webhooks import watch_file
 
 INLINE_LIFETIME_S = 3600.0
 BYTES_PER_TOKEN = 4  # for fairness, until the real count is known
@@ -112,6 +113,8 @@ async def keep(
         )
         services.queue.put(job, Effects(changes=[RecordChange("files", record.id, asdict(record))]))
 
+    if ingested:
+        await to_thread.run_sync(watch_file, services.objects, tenant, record.id)
     await services.uploads.commit(upload, write)
     services.metrics.uploaded_bytes.inc(record.size_bytes)
     ended_at = time.time()

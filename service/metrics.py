@@ -4,10 +4,11 @@ What is asked of queue, store and disk at a scrape is in `service.metrics_state`
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -15,7 +16,7 @@ from engine.interfaces import PrefillResult
 from service.auth import LOCAL_TENANT
 from service.metrics_files import FolderCollector, count_into
 from service.metrics_folder import VARIABLE
-from service.metrics_labels import CodeLabels, TenantLabels
+from service.metrics_labels import CodeLabels, Counter, Histogram, Summary, TenantLabels
 from service.queue.base import JOB_KINDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,6 +33,7 @@ PATTERNS = ("dense", "a_shape", "vertical_slash", "block_sparse")
 DECISIONS = ("computed", "reused", "recomputed_damaged")
 
 Known = Iterable[tuple[str, ...]]
+KVSnapshot = Callable[[], Mapping[tuple[str, ...], int]]
 
 
 class Metrics:
@@ -203,6 +205,8 @@ class Metrics:
             "read_bytes": self.kv_read_bytes,
             "written_bytes": self.kv_written_bytes,
         }
+        self._kv_snapshots: list[tuple[KVSnapshot, dict[tuple[str, ...], int]]] = []  # and what of each is counted
+        self._flushing = threading.Lock()
 
     def serving(self, model: str, device: str) -> None:
         """In a worker, once its model is loaded: its series begin at 0 too, and it counts as one that lives."""
@@ -253,13 +257,23 @@ class Metrics:
         self.summary_quotes.labels("verified").inc(verified)
         self.summary_quotes.labels("dropped").inc(dropped)
 
-    def kv_counted(self, name: str, labels: tuple[str, ...], amount: int) -> None:
-        """Takes the KV store's own counts (engine.kv_store.counters.OnCount)."""
-        if (counter := self._kv_counters.get(name)) is not None:
-            (counter.labels(*labels) if labels else counter).inc(amount)
+    def watch_kv(self, snapshot: KVSnapshot) -> None:
+        """Take over the KV store's own counts (engine.kv_store.counters), at each `flush`."""
+        self._kv_snapshots.append((snapshot, {}))
+
+    def flush(self) -> None:
+        """Count what others count by themselves; due every second or so, and before a process ends."""
+        with self._flushing:
+            for snapshot, counted in self._kv_snapshots:
+                for key, value in snapshot().items():
+                    name, *labels = key
+                    if (counter := self._kv_counters.get(name)) is not None:
+                        (counter.labels(*labels) if labels else counter).inc(value - counted.get(key, 0))
+                        counted[key] = value
 
     def collect(self) -> list[Metric]:
         """This process's values, or all processes' where they share a folder."""
+        self.flush()
         return list(self.registry.collect() if self._folder is None else FolderCollector(self._folder).collect())
 
     def render(

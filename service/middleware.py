@@ -4,6 +4,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 
 import anyio
 from anyio import to_thread
@@ -12,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.auth import KeyRing, Principal
-from service.errors import ApiError, InternalError, translate
+from service.errors import ApiError, InternalError, RateLimited, translate
 from service.limits.gate import Gate
 from service.logs import log_fields
 from service.metrics import Metrics
@@ -103,7 +104,8 @@ class Authentication:
             return
         try:
             principal = self._keys.authenticate(Headers(scope=scope).get("authorization"))
-            headers, slot = {}, ""
+            headers: Mapping[str, str] = {}
+            slot = ""
             if principal.limits.count_requests:
                 headers, slot = await to_thread.run_sync(self._gate.enter, principal)
         except ApiError as error:
@@ -134,3 +136,19 @@ class Authentication:
 def principal_of(scope: Scope) -> Principal:
     principal: Principal = scope["state"]["principal"]
     return principal
+
+
+def admit_answer(gate: Gate, scope: Scope, tokens: int, slot: str | None = None) -> None:
+    """Hold a question to its key's limits. Its slot is free again when the response ends; one that is named is renewed
+    and freed by whoever named it. Raises RateLimited."""
+    principal, state = principal_of(scope), scope["state"]
+    held = slot or secrets.token_hex(8)
+    gate.hold(principal, "answers", held, renewed=slot is None)
+    if slot is None:
+        state["answer_slots"].append(held)
+    try:
+        state["limit_headers"].update(gate.take_tokens(principal, tokens))
+    except RateLimited:
+        if slot is not None:
+            gate.free(principal, "answers", slot)
+        raise

@@ -57,7 +57,15 @@ class Workers:
             return None
         return digests.get(fidelity)
 
+    def names(self) -> list[str]:
+        """Of the workers that live, as jobs name them."""
+        return sorted(f"{os.uname().nodename}-{path.stem}" for _, path in self._alive())
+
     def _newest(self) -> Path | None:
+        alive = self._alive()
+        return max(alive)[1] if alive else None
+
+    def _alive(self) -> list[tuple[float, Path]]:
         alive = []
         for path in self._folder.glob("*.json"):
             try:
@@ -68,4 +76,4 @@ class Workers:
                 alive.append((at, path))
             else:
                 path.unlink(missing_ok=True)
-        return max(alive)[1] if alive else None
+        return alive

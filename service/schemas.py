@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (),
 }
 # Labels that change no answer.
-_LABELS = frozenset(
+LABELS = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
 )
 
@@ -127,7 +127,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Raises UnsupportedOption for what the service can't do, InvalidRequest or ValidationError for what is wrong."""
     options = dict(body)
     for name in body:
-        if name in _LABELS:
+        if name in LABELS:
             del options[name]
         elif name in _NEUTRAL:
             value = options.pop(name)

@@ -87,10 +87,12 @@ def _serve(
     model = ServedModel.load(settings.model, folder)
     backend = open_api_backend(settings, model, stack)
     metrics = Metrics(keys.tenants)
+    counters = Counters()
+    metrics.watch_kv(counters.snapshot)
     catalog = KVCatalog(
         settings.data_dir / "kv",
         DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes),
-        counters=Counters(metrics.kv_counted),
+        counters=counters,
     )
     stack.callback(catalog.close)
     traces = open_traces(settings.otlp_endpoint, process="api", model=model.id)
@@ -106,6 +108,7 @@ def _serve(
         metrics=metrics,
         worker_seen=backend.workers.seen,
         engine_digest=backend.workers.digest,
+        worker_names=backend.workers.names,
         keys=keys,
         traces=traces,
     )

@@ -41,6 +41,10 @@ class Settings(BaseSettings):
     metrics_vllm_names: bool = Field(default=False, description="Show metrics under vLLM's names too")
     otlp_endpoint: str | None = Field(default=None, description="OTLP/HTTP collector that gets traces; none by default")
 
+    webhook_allow_private: bool = Field(
+        default=False, description="Send webhooks to private addresses and over plain HTTP too"
+    )
+
     kv_disk_bytes: int = Field(default=20 * GIB, ge=0, description="Cap of stored KV on disk")
     kv_host_bytes: int = Field(default=1 * GIB, ge=0, description="Cap of KV kept in host memory")
     resume_bytes: int = Field(default=8 * GIB, ge=0, description="Cap of the hidden states kept for resuming")

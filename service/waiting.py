@@ -54,9 +54,9 @@ def look(services: Services, tenant: str, file_ids: Sequence[str]) -> list[Ready
         file = find_file(services, tenant, file_id)
         if file is None:
             raise NotFound(f"No such File object: {file_id}", param="messages", code="file_not_found")
-        if file.purpose == "batch":
+        if file.purpose in ("batch", "batch_output"):
             raise InvalidRequest(
-                f"{file_id} was uploaded with purpose 'batch', which is only stored; 'user_data' is expected",
+                f"{file_id} has purpose {file.purpose!r}, which is only stored; 'user_data' is expected",
                 param="messages",
             )
         if file.document_id is None:

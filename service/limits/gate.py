@@ -40,16 +40,20 @@ class Gate:
         limit = principal.limits.tokens_per_minute
         return {} if limit is None else self._take(principal, "tokens", amount, limit)
 
-    def hold(self, principal: Principal, what: str, slot: str) -> None:
-        """Take one of the key's slots for `what` (requests, answers), renewed until `free`. Raises RateLimited."""
+    def hold(self, principal: Principal, what: str, slot: str, *, renewed: bool = True) -> None:
+        """Take or renew one of the key's slots for `what` (requests, answers). Raises RateLimited.
+
+        Until `free`, if this process renews it; else for SLOT_S.
+        """
         limit = _most(principal, what)
         if limit is None:
             return
         name = f"{principal.key_id}:{what}"
         if not self._store.hold(name, slot, limit=limit, ttl_s=SLOT_S):
             raise RateLimited(f"{limit} {what} of this key are running, more may not", retry_after_s=BUSY_S)
-        with self._lock:
-            self._held[name, slot] = limit
+        if renewed:
+            with self._lock:
+                self._held[name, slot] = limit
 
     def free(self, principal: Principal, what: str, slot: str) -> None:
         if _most(principal, what) is not None:

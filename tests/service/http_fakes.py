@@ -232,6 +232,7 @@ class Server:
             metrics=Metrics(),
             worker_seen=lambda: self.worker_seen,
             engine_digest=lambda fidelity: self.digest,
+            worker_names=lambda: ["idle"],
             keys=keys,
         )
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))

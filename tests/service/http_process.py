@@ -1,4 +1,7 @@
-"""The test server as a process that can be killed: prints its address, then serves until it dies."""
+"""The test server as a process that can be killed: prints its address, then serves until it dies.
+
+Its worker never ends a prefill with the argument `hold-prefills`, nor an answer with `hold-answers`.
+"""
 
 import sys
 import threading
@@ -7,5 +10,10 @@ from pathlib import Path
 from tests.service.http_fakes import Server
 
 if __name__ == "__main__":
-    print(Server(Path(sys.argv[1])).start().url, flush=True)
+    server = Server(Path(sys.argv[1]))
+    if "hold-prefills" in sys.argv:
+        server.worker.prefill_gate.clear()
+    if "hold-answers" in sys.argv:
+        server.worker.answer_gate.clear()
+    print(server.start().url, flush=True)
     threading.Event().wait()

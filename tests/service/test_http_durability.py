@@ -24,8 +24,8 @@ from tests.service.http_fakes import serving
 
 
 @contextlib.contextmanager
-def process(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    command = [sys.executable, "-m", "tests.service.http_process", str(folder / "data")]
+def process(folder: Path, *options: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    command = [sys.executable, "-m", "tests.service.http_process", str(folder / "data"), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
