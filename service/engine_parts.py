@@ -58,7 +58,8 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
 
     def open_store(layout: KVLayout) -> TimedKVStore:
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
-        counters = Counters(metrics.kv_counted)
+        counters = Counters()
+        metrics.watch_kv(counters.snapshot)
         store = LocalKVStore(
             settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes, counters=counters
         )

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWERS = 8
 MAX_PREFILLS = 2  # a long one, and a short one that overtakes it
 IDLE_S = 0.5
+COUNTED_S = 0.5  # computing is counted when there is so much of it, or nothing to do
 PARKED_S = 0.02
 UNAVAILABLE_S = 1.0
 
@@ -38,6 +39,7 @@ class Scheduler:
         # A job that may have killed its workers runs by itself: no other is started, and no ingest beside it.
         self.alone = threading.Event()
         self.ingesting = threading.Event()  # set by the ingest loop
+        self._computed_s = {"answer": 0.0, "prefill": 0.0}  # and not counted yet
 
     def stop(self) -> None:
         """Suspend and release everything at the next step; safe in a signal handler."""
@@ -66,6 +68,7 @@ class Scheduler:
             self._idle()
 
     def _idle(self) -> None:
+        self._count_work()
         if self._parked is not None:
             self._stop.wait(PARKED_S)
         else:
@@ -192,8 +195,14 @@ class Scheduler:
         self._context.documents.abandon_holder(run.request.holder)  # its document may be gone since the last look
 
     def _worked(self, stage: str, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._context.metrics.device_seconds.labels(self._context.device, stage).inc(seconds)
+        self._computed_s[stage] += time.perf_counter() - started
+        if self._computed_s[stage] > COUNTED_S:
+            self._count_work()
+
+    def _count_work(self) -> None:
+        for stage, seconds in self._computed_s.items():
+            self._context.metrics.device_seconds.labels(self._context.device, stage).inc(seconds)
+            self._computed_s[stage] = 0.0
 
     def _prefilled(self, waiter: Waiter, request: PrefillRequest, result: PrefillResult, kv_waited_s: float) -> None:
         if isinstance(waiter, AnswerJob):
@@ -264,6 +273,7 @@ class Scheduler:
         return again
 
     def _release(self) -> None:
+        self._count_work()
         jobs = [task.job for task in self._tasks()] + ([self._parked] if self._parked else [])
         for task in self._tasks():
             self._forget(task)

@@ -76,12 +76,14 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             traces=traces,
         )
         report_gpus = gpu_reporter(metrics)
+        stack.callback(metrics.flush)
         housekeeper = Housekeeper(context, backend.documents, parts.kv)
         housekeeper.sweep_orphans()
 
         def chores() -> None:
             parts.report()
             report_gpus()
+            metrics.flush()
             try:
                 backend.life.beat()
                 housekeeper.tick()

@@ -94,7 +94,7 @@ def draw(
         axis.set_visible(False)
     day = datetime.fromtimestamp(end_s, UTC)
     figure.suptitle(f"Foreword, {day:%Y-%m-%d}, UTC", x=0.012, y=0.995, ha="left", va="top", fontsize=11, weight="bold")
-    figure.tight_layout(rect=(0, 0, 1, 0.975), h_pad=1.6, w_pad=1.8)
+    figure.tight_layout(rect=(0, 0, 1, 1.0), h_pad=1.6, w_pad=1.8)
     figure.savefig(out, dpi=DPI, facecolor=PAPER, pil_kwargs={"optimize": True})
     plt.close(figure)
 
@@ -134,7 +134,7 @@ def _panel(
         _lines(axis, panel, found)
     axis.set_xlim(*(date2num(datetime.fromtimestamp(at, UTC)) for at in span[:2]))
     axis.xaxis.set_major_locator(AutoDateLocator(minticks=3, maxticks=5))
-    axis.xaxis.set_major_formatter(DateFormatter("%H:%M"))
+    axis.xaxis.set_major_formatter(DateFormatter("%H:%M" if span[1] - span[0] > 240 else "%H:%M:%S"))
 
 
 def _lines(axis: Axes, panel: Panel, found: list[tuple[str, list[Any]]]) -> None:
@@ -156,8 +156,12 @@ def _lines(axis: Axes, panel: Panel, found: list[tuple[str, list[Any]]]) -> None
         for number, (name, points) in enumerate(found):
             color = COLORS[number % len(COLORS)]
             axis.plot(_dates(times), _column(points, times), label=name, color=color, linewidth=1.6)
+    place = "upper left"
     if panel.limit is not None:
         axis.axhline(panel.limit, color=COLORS[3], linewidth=1, linestyle=(0, (4, 3)))
+        values = [float(value) for _, points in found for _, value in points if math.isfinite(float(value))]
+        axis.set_ylim(min(panel.limit, *values) - 0.05, 1.0)
+        place = "lower left"
     if panel.log:
         axis.set_yscale("log")
         axis.minorticks_off()
@@ -165,7 +169,8 @@ def _lines(axis: Axes, panel: Panel, found: list[tuple[str, list[Any]]]) -> None
         axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, panel.unit)))
     if found:
-        axis.legend(loc="upper left", frameon=False, fontsize=7.5, ncols=2, handlelength=1.2, borderaxespad=0.1)
+        axis.legend(loc=place, frameon=False, fontsize=7.5, ncols=2, handlelength=1.2, borderaxespad=0.1)
+    if found and panel.limit is None:
         low, high = axis.get_ylim()  # room for the legend
         axis.set_ylim(low, high * (high / low) ** 0.35 if panel.log else low + (high - low) * 1.3)
 
@@ -213,7 +218,7 @@ def amount(value: float, unit: str) -> str:
         return f"{value:.0%}" if abs(value) >= 0.1 or value == 0 else f"{value:.1%}"
     if unit == "s":
         if value >= 120:
-            return f"{value / 60:g} min"
+            return f"{value / 60:.3g} min"
         return f"{value:g} s" if value >= 1 or value == 0 else f"{value * 1000:g} ms"
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:

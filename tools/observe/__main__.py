@@ -3,7 +3,9 @@
 Everything listens on loopback and is kept in a folder that goes when it ends. Default ports where they are free.
 """
 
+import argparse
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -30,6 +32,10 @@ console = Console()
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.observe")
+    parser.add_argument("--minutes", type=float, default=0, help="go on reading and asking for so long")
+    parser.add_argument("--picture", type=Path, help="draw the dashboard to this PNG when the work is done, and end")
+    options = parser.parse_args()
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -51,23 +57,23 @@ def main() -> int:
             console.print(f"Grafana     {grafana_url}/d/foreword")
         else:
             console.print("Grafana     not installed: the dashboard is drawn to a picture instead")
-        work(url, stopped)
-        if not grafana_url and not stopped.is_set():
-            picture = ROOT / "build/dashboard.png"
-            picture.parent.mkdir(exist_ok=True)
-            draw(prometheus, picture, width_px=1600)
+        work(url, options.minutes, stopped)
+        picture = options.picture or (None if grafana_url else ROOT / "build/dashboard.png")
+        if picture is not None and not stopped.is_set():
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            draw(prometheus, picture)
             console.print(f"dashboard   {picture}")
-        if not stopped.is_set():
+        if options.picture is None and not stopped.is_set():
             console.print("Ctrl-C ends everything")
             stopped.wait()
     console.print("ended")
     return 0
 
 
-def work(url: str, stopped: threading.Event) -> None:
+def work(url: str, minutes: float, stopped: threading.Event) -> None:
     """A part of this repository is read and asked about; what goes wrong on the way is part of the picture."""
     with Work(url) as doing:
-        for line in doing.steps():
+        for line in itertools.chain(doing.steps(), doing.more(minutes)):
             console.print(f"  {line}")
             if stopped.is_set():
                 return

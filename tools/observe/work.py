@@ -1,6 +1,9 @@
 """A minute of a server's life: documents of each class read, asked about cold and warm, one refused, one withdrawn."""
 
+import itertools
+import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +56,22 @@ class Work:
         client.wait(short)
         yield self._asked(short, "Who grants the patent licence?")
         yield self._asked(code, QUESTIONS[0])
+
+    def more(self, minutes: float) -> Iterator[str]:
+        """For so long: documents of growing and shrinking length, each asked about, and known ones again."""
+        ends_at, draw, known = time.monotonic() + 60 * minutes, random.Random(0), list[str]()
+        text = "\n".join(source().values())
+        for number in itertools.count(1):
+            if time.monotonic() >= ends_at:
+                return
+            start, size = draw.randrange(len(text) // 2), draw.choice((1500, 4000, 9000, 16_000))
+            known.append(self._client.upload(f"part-{number}.txt", text[start : start + size].encode()))
+            self._client.wait(known[-1])
+            yield f"read a document of {size:,} characters"
+            for _ in range(draw.randrange(2, 5)):
+                yield self._asked(draw.choice(known[-3:]), draw.choice(QUESTIONS))
+            if number % 3 == 0:
+                yield from self._together(draw.choice(known))
 
     def _together(self, file_id: str) -> Iterator[str]:
         """Several users at once, so that there is a queue."""
