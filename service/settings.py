@@ -9,9 +9,9 @@ GIB = 1024**3
 
 
 class Settings(BaseSettings):
-    """Each field is the environment variable FOREWORD_<NAME>; the README has a row for each."""
+    """Each field is the environment variable FOREWORD_<NAME> (empty: not set); the README has a row for each."""
 
-    model_config = SettingsConfigDict(env_prefix="FOREWORD_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="FOREWORD_", env_ignore_empty=True, frozen=True, extra="ignore")
 
     data_dir: Path = Field(default=Path("~/.local/share/foreword"), description="Everything durable of this machine")
     redis_url: str | None = Field(
