@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-from service.ingest.sniff import utf16_without_mark
+from service.ingest.sniff import wide_without_mark
 
 MARKS: tuple[tuple[bytes, str], ...] = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -45,6 +45,10 @@ ALIASES = {
     "iso-8859-9": "cp1254",
     "tis-620": "cp874",
 }
+JAPANESE_ESCAPES, KOREAN_ESCAPES = (b"\x1b$B", b"\x1b$@"), (b"\x1b$)C",)
+FAULTS_OF_UTF8 = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]|[\xc0\xc1][\x80-\xbf]")
+LINES_OF_DOS = re.compile(rb"([\xc4\xcd])\1\1")  # ─── and ═══ of code page 437; three Ä or Í in a row are no word
+COMMON_LATIN = frozenset("äöüÄÖÜßéèêàáâçñíîóôúû‘’“”–—…•°©«»")
 EAST_ASIAN = ("cp932", "euc_jp", "gb18030", "cp949", "cp950")
 SINGLE_BYTE = (
     "cp1252",
@@ -70,9 +74,11 @@ def detect(data: bytes, *, is_utf8: bool | None = None) -> str:
     for mark, name in MARKS:
         if data.startswith(mark):
             return name
-    wide = utf16_without_mark(data)
+    wide = wide_without_mark(data)
     if wide:
         return wide
+    if b"\x1b$" in data and (name := _escaped(data[:SAMPLE_BYTES])):
+        return name
     if is_utf8 or (is_utf8 is None and _decodes(data, "utf-8")):
         return "utf-8"
     sample = data[:SAMPLE_BYTES]
@@ -146,15 +152,22 @@ def _decodes(data: bytes, name: str) -> bool:
     return True
 
 
+def _escaped(data: bytes) -> str | None:
+    """ISO 2022: bytes of ASCII, with escape sequences that switch to another set of characters and back."""
+    for sequences, name in ((JAPANESE_ESCAPES, "iso2022_jp"), (KOREAN_ESCAPES, "iso2022_kr")):
+        if any(sequence in data for sequence in sequences) and _decodes(data, name):
+            return name
+    return None
+
+
 def _nearly_utf8(data: bytes) -> bool:
-    """Most non-ASCII bytes form UTF-8 sequences: a broken spot, not another encoding."""
+    """Most non-ASCII bytes form UTF-8 sequences: a broken spot, not another encoding. In legacy encodings few do, by
+    chance. Halves of surrogate pairs and overlong
+    forms are faults of UTF-8 writers."""
+    data = FAULTS_OF_UTF8.sub(b"", data)
     high = sum(1 for b in data if b >= 0x80)
-    if high == 0:
-        return True
-    text = data.decode("utf-8", "replace")
-    bad = text.count("\ufffd")
-    good = sum(1 for c in text if c >= "\x80" and c != "\ufffd")
-    return good > 8 * bad
+    good = sum(len(c.encode()) for c in data.decode("utf-8", "ignore") if c >= "\x80")
+    return 3 * good >= 2 * high
 
 
 def _by_evidence(sample: bytes) -> str:
@@ -162,6 +175,10 @@ def _by_evidence(sample: bytes) -> str:
     best, name = max(scores, key=lambda s: s[0])
     if best > 0.85:
         return name
+    if LINES_OF_DOS.search(sample):
+        return "cp437"
+    if _common_share(sample, "mac_roman") > 0.9 and _common_share(sample, "cp1252") < 0.5:
+        return "mac_roman"
     if _western(sample) > 0.85:
         return "cp1252"
     guessed = _guess(sample)
@@ -188,7 +205,8 @@ def _east_asian_score(data: bytes, name: str) -> float:
     ideographs = sum(1 for c in wide if "\u4e00" <= c <= "\u9fff")
     punctuation = sum(1 for c in wide if "\u3000" <= c <= "\u303f" or "\uff01" <= c <= "\uff5e")
     half_kana = sum(1 for c in wide if "\uff61" <= c <= "\uff9f")
-    good = kana + hangul + ideographs + punctuation + 0.2 * half_kana
+    # Any byte of the upper half may be a half-width kana: they count where there are kana of full width beside them.
+    good = kana + hangul + ideographs + punctuation + (1.0 if kana >= 0.25 * len(wide) else 0.2) * half_kana
     if name in ("cp932", "euc_jp"):
         # Japanese prose and comments have kana; ideographs alone may be another code's bytes read wrongly.
         return good / len(wide) * (1.0 if kana >= 0.15 * len(wide) else 0.8 + 0.1 * _frequent(wide))
@@ -231,6 +249,12 @@ def _western(data: bytes) -> float:
             # Letters of a Latin word have ASCII letters beside them; a run of accented ones is Cyrillic or Greek.
             good += _is_latin(before) or _is_latin(after) or not (before.strip() or after.strip())
     return good / total if total else 0.0
+
+
+def _common_share(data: bytes, name: str) -> float:
+    """Share of non-ASCII characters that Western European texts are full of."""
+    wide = [c for c in data.decode(name, "replace") if c >= "\x80"]
+    return sum(c in COMMON_LATIN for c in wide) / len(wide) if wide else 0.0
 
 
 def _is_latin(char: str) -> bool:

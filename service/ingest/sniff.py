@@ -3,6 +3,7 @@
 import mmap
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,12 @@ Format = Literal[
     "git_bundle",
     "archive_unsupported",
 ]
+Wide = Literal["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
+# Letters, marks and punctuation of the scripts in use, from Latin to Hangul; nothing rare.
+WRITTEN = re.compile(
+    "[\\t\\n\\r\\f -~\u00a0-\u06ff\u0900-\u0e7f\u10a0-\u10ff\u1e00-\u22ff\u2500-\u25ff"
+    "\u3000-\u30ff\u4e00-\u9fff\uac00-\ud7a3\uff00-\uffef]"
+)
 ARCHIVES: frozenset[Format] = frozenset({"zip", "tar", "compressed", "git_bundle", "archive_unsupported"})
 DOCUMENTS: frozenset[Format] = frozenset({"pdf", "docx", "xlsx", "pptx", "odf", "epub", "rtf", "ole", "image"})
 
@@ -70,6 +77,8 @@ def sniff(head: bytes, name: str) -> Format:
         return "pdf"
     if is_tar_header(head):
         return "tar"
+    if name.lower().endswith(".zip") and b"PK\x03\x04" in head:  # junk before it; its directory is at its end
+        return "zip"
     if head[:8].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{\\rtf"):
         return "rtf"
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
@@ -104,7 +113,7 @@ def looks_like_text(data: bytes) -> bool:
     """No control characters that text doesn't hold, or UTF-16/32 by its mark or its pattern of NULs."""
     if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")):
         return True
-    if utf16_without_mark(data):
+    if wide_without_mark(data):
         return True
     controls = len(CONTROLS.findall(data))
     return controls == 0 or (controls <= max(1, len(data) // 2000) and _mostly_printable(data))
@@ -123,27 +132,46 @@ def _mostly_printable(data: bytes) -> bool:
     return True
 
 
-def utf16_without_mark(data: bytes) -> Literal["utf-16-le", "utf-16-be"] | None:
-    """UTF-16 text of a mostly Latin script has a NUL in every other byte, and only there."""
-    sample = data[: min(len(data), 65536) & ~1]
-    if len(sample) < 4:
+def wide_without_mark(data: bytes) -> Wide | None:
+    """UTF-16 or UTF-32 by where its NULs are, if what it says then is text."""
+    sample = data[: min(len(data), 65536) & ~3] or data[:2]
+    if len(sample) < 4 or 0 not in sample:
         return None
-    even, odd = sample[0::2].count(0), sample[1::2].count(0)
-    half = len(sample) // 2
-    encoding: Literal["utf-16-le", "utf-16-be"]
-    if odd > half * 0.4 and even <= half * 0.02:
-        encoding = "utf-16-le"
-    elif even > half * 0.4 and odd <= half * 0.02:
-        encoding = "utf-16-be"
-    else:
-        return None
+    return next((name for name in _wide_candidates(sample) if _reads_as(sample, name)), None)
+
+
+def _wide_candidates(sample: bytes) -> Iterator[Wide]:
+    nuls = [sample[at::4].count(0) for at in range(4)]
+    quarter = len(sample) // 4
+    if nuls[3] == quarter and nuls[2] >= 0.9 * quarter:
+        yield "utf-32-le"
+    if nuls[0] == quarter and nuls[1] >= 0.9 * quarter:
+        yield "utf-32-be"
+    even, odd = nuls[0] + nuls[2], nuls[1] + nuls[3]
+    # Of mostly Latin text every other byte is a NUL; of other scripts only those of spaces and line ends.
+    if odd > 0.8 * quarter and even <= 0.04 * quarter:
+        yield "utf-16-le"
+    elif even > 0.8 * quarter and odd <= 0.04 * quarter:
+        yield "utf-16-be"
+    elif not _is_text_with_nuls(sample):
+        yield from ("utf-16-le", "utf-16-be") if odd >= even else ("utf-16-be", "utf-16-le")
+
+
+def _is_text_with_nuls(sample: bytes) -> bool:
+    rest = sample.replace(b"\0", b"")
+    return CONTROLS.search(rest) is None and _mostly_printable(rest)
+
+
+def _reads_as(sample: bytes, name: Wide) -> bool:
     try:
-        text = sample.decode(encoding)
+        text = sample.decode(name)
     except UnicodeDecodeError as error:
-        if error.start < len(sample) - 2:
-            return None
-        text = sample[: error.start].decode(encoding)
-    return None if CONTROL_CHARACTERS.search(text) else encoding
+        if error.start < len(sample) - 4:
+            return False
+        text = sample[: error.start].decode(name)
+    if not text or CONTROL_CHARACTERS.search(text):
+        return False
+    return len(WRITTEN.findall(text)) >= 0.97 * len(text)
 
 
 OFFICE_PARTS: tuple[tuple[str, Format], ...] = (("word/", "docx"), ("xl/", "xlsx"), ("ppt/", "pptx"))

@@ -225,3 +225,22 @@ def test_hyphens() -> None:
     assert joined("see state-of-the-", "art work") == "see state-of-the-art|work"
     assert joined("Smith\x02", "Jones LLP") == "Smith-|Jones LLP"
     assert joined("pages 3-", "4 of it") == "pages 3-|4 of it"
+
+
+def test_three_columns_are_read_one_after_the_other(read: Read) -> None:
+    words = "the tenant shall keep the premises in good repair"
+    rows = [[f"{'abc'[c]}{'abcdefghijklmnop'[r]} {words[: 36 + r % 5]}" for c in range(3)] for r in range(16)]
+    drawn = [
+        text_at(40 + 182 * c, 700 - 10 * r, line, size=9) for r, row in enumerate(rows) for c, line in enumerate(row)
+    ]
+    headline = text_at(40, 740, "A headline over the whole width of all three columns", size=18)
+    text = read(make_pdf([headline + "".join(drawn)]), name="a.pdf", kind="doc").page("a.pdf", 1)
+    starts = [line[:2] for line in text.splitlines() if " the tenant" in line]
+    assert starts == [row[c][:2] for c in range(3) for row in rows]
+    cells = [
+        text_at(40 + 182 * c, 700 - 16 * r, w, size=9)
+        for r in range(12)
+        for c, w in enumerate(("Item of the list", "came in good time", "was paid by wire"))
+    ]
+    table = read(make_pdf(["".join(cells)]), name="a.pdf", kind="doc").page("a.pdf", 1)
+    assert table.splitlines()[0] == "Item of the list  came in good time  was paid by wire"

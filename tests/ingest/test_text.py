@@ -1,4 +1,5 @@
 # ruff: noqa: E501 (inputs are written as they stand in files)
+import os
 import time
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.ingest import encodings
+from service.ingest.sniff import wide_without_mark
 from service.ingest.text import PIECE_CHARS, pieces
 from tests.ingest.conftest import Read, error_of
 
@@ -163,3 +165,55 @@ def test_transcripts_keep_speakers_and_times(read: Read) -> None:
 
 def test_one_file_that_is_no_text_says_what_it_is(read: Read) -> None:
     assert error_of(lambda: read(bytes(range(256)) * 10, name="a.dat", kind="doc")) == "unsupported_format"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plain words = 1\n",
+        "\u0414\u043e\u0433\u043e\u0432\u043e\u0440 \u0430\u0440\u0435\u043d\u0434\u044b.\n",
+        "\u7b2c\u4e00\u6761 \u672c\u5408\u540c\u7531\u53cc\u65b9\u7b7e\u8ba2\u3002\n\u4ed8\u6b3e\u3002\n",
+        "\uacc4\uc57d\uc11c \uc81c1\uc870\n",
+        "\u03a3\u03c5\u03bc\u03c6\u03c9\u03bd\u03af\u03b1 \u03bc\u03af\u03c3\u03b8\u03c9\u03c3\u03b7\u03c2\n",
+    ],
+)
+def test_wide_encodings_without_a_mark(read: Read, encoding: str, words: str) -> None:
+    document = read(words.encode(encoding), name="a.txt", kind="doc")
+    assert document.body("a.txt") == words
+    assert document.row("a.txt")["encoding"] == encoding
+
+
+@pytest.mark.parametrize(
+    "data", [b"bush hid the facts", b"two\0words of a log\n" + b"line of a log\n" * 200, os.urandom(64) + b"\0\0"]
+)
+def test_other_bytes_are_not_taken_for_wide_text(data: bytes) -> None:
+    assert wide_without_mark(data) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            "Gr\xf6\xdfe, Ma\xdf \u65e5\u672c\n".encode() + b"\xff bad\n",
+            "Gr\xf6\xdfe, Ma\xdf \u65e5\u672c\n\ufffd bad\n",
+        ),
+        ("\xfcber Gr\xf6\xdfe, am Ende \xfc".encode()[:-1], "\xfcber Gr\xf6\xdfe, am Ende \ufffd"),
+        (b"a\xed\xa0\xbd\xed\xb8\x80b plain", "a" + "\ufffd" * 6 + "b plain"),
+        ("\u5951\u7d04\u66f8 \u7b2c1\u6761\n".encode("iso2022_jp"), "\u5951\u7d04\u66f8 \u7b2c1\u6761\n"),
+        (
+            "\uff71\uff72\uff73\uff74\uff75 \u30ab\u30bf\u30ab\u30ca\n".encode("cp932"),
+            "\uff71\uff72\uff73\uff74\uff75 \u30ab\u30bf\u30ab\u30ca\n",
+        ),
+        (
+            "M\xfcller \xfcber Stra\xdfe \u2013 \u201cso\u201d\n".encode("mac_roman"),
+            "M\xfcller \xfcber Stra\xdfe \u2013 \u201cso\u201d\n",
+        ),
+        ("Gr\xf6\xdfe \u2550\u2550\u2550\u2557\n".encode("cp437"), "Gr\xf6\xdfe \u2550\u2550\u2550\u2557\n"),
+    ],
+    ids=["one bad byte", "cut off", "halves of pairs", "iso-2022-jp", "half-width kana", "mac", "dos"],
+)
+def test_damaged_and_rare_encodings(read: Read, data: bytes, text: str) -> None:
+    document = read(data, name="a.txt", kind="doc")
+    assert document.body("a.txt") == text
+    assert ("decode_replaced" in document.codes()) == ("\ufffd" in text)

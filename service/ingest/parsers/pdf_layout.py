@@ -19,6 +19,8 @@ PARAGRAPH_GAP = 1.6  # in line pitches
 MIN_COLUMN_RUNS = 4
 MIN_WORDS_PER_RUN = 3.0
 MIN_FILL = 0.45  # mean width of a column's runs, of the column
+# Three columns and more look like a table: they have longer lines, and gutters that are narrow beside them.
+MIN_WORDS_OF_MANY, MIN_FILL_OF_MANY, MAX_GUTTER = 4.0, 0.6, 0.2
 MIN_OVERLAP = 0.5  # of the two columns' heights
 MAX_DEPTH = 4
 # A clause number drawn right before its text, without a space of its own.
@@ -166,11 +168,39 @@ def _trim(lines: Sequence[Line], start: int, end: int, x: float) -> tuple[int, i
 
 
 def _is_prose(runs: Sequence[Run]) -> bool:
+    """One column of running text, or several beside one another. Cells of a table are shorter, or far apart."""
+    columns = _columns(runs)
+    if len(columns) == 1:
+        return _is_column(runs, MIN_WORDS_PER_RUN, MIN_FILL)
+    narrow = all(_left(b) - _right(a) <= MAX_GUTTER * (_right(a) - _left(a)) for a, b in pairwise(columns))
+    return narrow and all(_is_column(column, MIN_WORDS_OF_MANY, MIN_FILL_OF_MANY) for column in columns)
+
+
+def _columns(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups of runs whose extents from left to right touch, from left to right."""
+    columns: list[list[Run]] = []
+    reached = float("-inf")
+    for run in sorted(runs, key=lambda r: r.x0):
+        if run.x0 > reached:
+            columns.append([])
+        columns[-1].append(run)
+        reached = max(reached, run.x1)
+    return columns
+
+
+def _left(runs: Sequence[Run]) -> float:
+    return min(run.x0 for run in runs)
+
+
+def _right(runs: Sequence[Run]) -> float:
+    return max(run.x1 for run in runs)
+
+
+def _is_column(runs: Sequence[Run], min_words: float, min_fill: float) -> bool:
     if len(runs) < MIN_COLUMN_RUNS:
         return False
-    width = max(r.x1 for r in runs) - min(r.x0 for r in runs)
     words = sum(r.text.count(" ") + 1 for r in runs) / len(runs)
-    fill = sum(r.x1 - r.x0 for r in runs) / len(runs) / max(width, 1.0)
+    fill = sum(r.x1 - r.x0 for r in runs) / len(runs) / max(_right(runs) - _left(runs), 1.0)
     digits = sum(c.isdigit() for r in runs for c in r.text)
     letters = sum(c.isalpha() for r in runs for c in r.text)
-    return words >= MIN_WORDS_PER_RUN and fill >= MIN_FILL and letters > 4 * digits
+    return words >= min_words and fill >= min_fill and letters > 4 * digits
