@@ -34,10 +34,16 @@ class FolderCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         with alone_in(self._folder):
             fold_dead(self._folder)
-            # An empty file is one that its process is about to fill.
-            files = [str(path) for path in self._folder.glob("*.db") if path.stat().st_size]
+            files = [str(path) for path in self._folder.glob("*.db") if _has_content(path)]
             merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
             return list(merged)
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:  # gauges of a process that has just begun anew
+        return False
 
 
 def fold_dead(folder: Path) -> None:

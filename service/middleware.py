@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_NO_TRACES = Traces()
 _OUR_ID = re.compile(r"[a-z]{3,12}-[0-9a-f]{8,64}")
 
 
@@ -45,7 +46,9 @@ class RequestScope:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        with self._traces.request(headers.get("traceparent")) as trace:
+        # Probes and scrapes would fill a trace store with nothing.
+        traces = self._traces if scope["path"].startswith("/v1/") else _NO_TRACES
+        with traces.request(headers.get("traceparent")) as trace:
             scope.setdefault("state", {}).update(request_id=request_id, traceparent=trace.traceparent)
             await self._run(scope, receive, send, request_id, trace)
 

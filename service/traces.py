@@ -64,6 +64,10 @@ class Traces:
         self._model = model
         self.close = shutdown
 
+    @property
+    def on(self) -> bool:
+        return self._tracer is not None
+
     @contextmanager
     def request(self, traceparent: str | None) -> Iterator[RequestTrace]:
         """Around one API request, whose header `traceparent` may continue the caller's trace."""

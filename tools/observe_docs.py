@@ -1,4 +1,4 @@
-"""Write the tables of docs/observe.md from the program: metrics, aliases, alerts, panels. `--check` only compares."""
+"""`python -m tools.observe_docs`: write the tables of docs/observe.md from the program; `--check` only compares."""
 
 import re
 import sys
@@ -10,24 +10,15 @@ import yaml
 from service.metrics import Metrics
 from service.metrics_state import STATE
 from service.metrics_vllm import COUNTERS, GAUGES, HISTOGRAMS
+from tools.readme_tables import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/observe.md"
 
 
 def main() -> int:
-    before = after = PAGE.read_text(encoding="utf-8")
-    for name, table in {"metrics": metrics_table(), "vllm": vllm_table(), "alerts": alerts_table()}.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        after, count = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], after, flags=re.DOTALL)
-        if count != 1:
-            sys.exit(f"docs/observe.md needs one <!-- {name} --> section, has {count}")
-    if "--check" in sys.argv:
-        if after != before:
-            print("docs/observe.md's tables are not those of the program: run tools/observe_docs.py")
-        return int(after != before)
-    PAGE.write_text(after, encoding="utf-8")
-    return 0
+    tables = {"metrics": metrics_table(), "vllm": vllm_table(), "alerts": alerts_table()}
+    return fill(PAGE, tables, check="--check" in sys.argv)
 
 
 def metrics_table() -> str:

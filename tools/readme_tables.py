@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,18 +11,22 @@ README = ROOT / "README.md"
 
 
 def main() -> int:
-    before = README.read_text(encoding="utf-8")
-    after = before
-    for name, table in {"results": results_table(), "settings": settings_table()}.items():
+    return fill(README, {"results": results_table(), "settings": settings_table()}, check="--check" in sys.argv)
+
+
+def fill(page: Path, tables: Mapping[str, str], *, check: bool) -> int:
+    """Put each table between its marks `<!-- name -->`. Returns 1 if the page was to be checked and isn't so."""
+    before = after = page.read_text(encoding="utf-8")
+    for name, table in tables.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         after, count = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], after, flags=re.DOTALL)
         if count != 1:
-            sys.exit(f"README.md needs one <!-- {name} --> section, has {count}")
-    if "--check" in sys.argv:
+            sys.exit(f"{page.name} needs one <!-- {name} --> section, has {count}")
+    if check:
         if after != before:
-            print("README.md's tables are not those of the results and settings: run tools/readme_tables.py")
+            print(f"the tables of {page.name} are not those of the program: run {sys.argv[0]}")
         return int(after != before)
-    README.write_text(after, encoding="utf-8")
+    page.write_text(after, encoding="utf-8")
     return 0
 
 

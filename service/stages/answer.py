@@ -191,14 +191,17 @@ class AnswerJob:
         )
 
     def _trace(self, ended_at: float, result: Mapping[str, Any], *, error: str | None = None) -> None:
-        sampling, traces, traceparent = self._sampling(), self._context.traces, self._payload.get("traceparent")
+        traces, traceparent = self._context.traces, self._payload.get("traceparent")
+        if not traces.on:
+            return
+        sampling: Mapping[str, Any] = self._payload.get("sampling", {})
         reason = result.get("finish_reason")
         attributes = {
             "gen_ai.operation.name": "chat",
             "gen_ai.response.model": self._context.model_id,
-            "gen_ai.request.max_tokens": sampling.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.max_tokens": sampling.get("max_tokens"),
+            "gen_ai.request.temperature": sampling.get("temperature"),
+            "gen_ai.request.top_p": sampling.get("top_p"),
             "gen_ai.response.finish_reasons": None if reason is None else [reason],
             "gen_ai.response.time_to_first_chunk": result.get("ttft_s"),
             "gen_ai.usage.input_tokens": result.get("prompt_tokens"),
@@ -207,7 +210,7 @@ class AnswerJob:
             "foreword.cache_state": result.get("cache_state"),
             "foreword.job.id": self.job.id,
         }
-        if self._first_token_at is not None and self._payload["documents"]:
+        if self._first_token_at is not None and self._payload.get("documents"):
             read_at = max(self._answering_at, self._first_token_at - self._kv_waited_s)
             traces.stage(
                 "kv_store",

@@ -120,7 +120,7 @@ class IngestLoop:
             ended = context.queue.fail(job, failure.error, retry=failure.retry)
             context.metrics.job_failed("ingest", ended.state, code)
         finally:
-            attributes = {"foreword.file.id": job.payload["file_id"]}
+            attributes = {"foreword.file.id": job.payload.get("file_id")}
             context.traces.stage(
                 "ingest", job.payload.get("traceparent"), started_at, context.clock(), attributes, error=code
             )

@@ -146,7 +146,10 @@ class PrefillJob:
         )
 
     def _named(self) -> dict[str, Any]:
-        return {"foreword.document.id": self._payload["document_id"], "foreword.fidelity": self._payload["fidelity"]}
+        return {
+            "foreword.document.id": self._payload.get("document_id"),
+            "foreword.fidelity": self._payload.get("fidelity"),
+        }
 
     def finish(self, request: PrefillRequest, result: PrefillResult, kv_waited_s: float) -> None:
         """`kv_waited_s`: how much of the prefill was waiting for the KV store. Raises LeaseLost."""

@@ -44,7 +44,7 @@ def value(text: str, name: str, **labels: str) -> float:
 
 def test_the_documentation_lists_every_metric_of_a_real_scrape(observed: Observed) -> None:
     """Name, type and labels of docs/observe.md are those of the program; each one shows up while it runs."""
-    checked = subprocess.run([sys.executable, "tools/observe_docs.py", "--check"], cwd=ROOT, capture_output=True)
+    checked = subprocess.run([sys.executable, "-m", "tools.observe_docs", "--check"], cwd=ROOT, capture_output=True)
     assert checked.returncode == 0, checked.stdout
     rows = re.findall(r"^\| `(foreword_\w+)` \| (\w+) \| ([^|]*) \|", (ROOT / "docs/observe.md").read_text(), re.M)
     families = {family.name: family for family in text_string_to_metric_families(observed.metrics)}

@@ -73,10 +73,13 @@ def main() -> int:
 def work(url: str, minutes: float, stopped: threading.Event) -> None:
     """A part of this repository is read and asked about; what goes wrong on the way is part of the picture."""
     with Work(url) as doing:
-        for line in itertools.chain(doing.steps(), doing.more(minutes)):
-            console.print(f"  {line}")
-            if stopped.is_set():
-                return
+        try:
+            for line in itertools.chain(doing.steps(), doing.more(minutes)):
+                console.print(f"  {line}")
+                if stopped.is_set():
+                    return
+        except httpx.HTTPStatusError as error:  # what was seen so far stays to be looked at
+            console.print(f"[red]{error.response.status_code}: {error.response.text}")
 
 
 def port_or_free(wanted: int) -> int:
