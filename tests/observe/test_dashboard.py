@@ -12,11 +12,13 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from PIL import Image
 
-from tests.observe.conftest import Observed
+from tests.observe.conftest import RATE, Observed
 from tools.dashboard.__main__ import TARGET
 from tools.dashboard.panel import Panel
 from tools.dashboard.panels import PANELS, VARIABLES
+from tools.dashboard.picture import SHOWN, amount, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYED = ROOT / "deploy/prometheus"
@@ -155,3 +157,35 @@ def test_provisioning_points_at_what_is_there() -> None:
     assert (source["type"], source["isDefault"]) == ("prometheus", True)
     (provider,) = yaml.safe_load((provisioning / "dashboards/foreword.yml").read_text())["providers"]
     assert provider["options"]["path"] == "$FOREWORD_DASHBOARDS"
+
+
+def test_the_picture_is_drawn_from_the_same_data(observed: Observed, tmp_path: Path) -> None:
+    draw(observed.prometheus, tmp_path / "dashboard.png", end_s=observed.ended_at, rate=RATE)
+    with Image.open(tmp_path / "dashboard.png") as picture:
+        assert picture.width == 1600
+        assert len(picture.convert("RGB").resize((200, 200)).getcolors(40_000)) > 100, "an empty page"
+    assert (tmp_path / "dashboard.png").stat().st_size < 300_000
+    assert set(SHOWN) <= {panel.title for panel in PANELS}
+
+
+def test_the_readme_shows_a_picture_of_modest_size() -> None:
+    picture = ROOT / "docs/images/dashboard.png"
+    assert "docs/images/dashboard.png" in (ROOT / "README.md").read_text()
+    assert 20_000 < picture.stat().st_size <= 300_000
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0.25, "s", "250 ms"),
+        (3.5, "s", "3.5 s"),
+        (600, "s", "10 min"),
+        (0.955, "percentunit", "96%"),
+        (2.5e9, "bytes", "2.5 GB"),
+        (4e6, "Bps", "4 MB/s"),
+        (12, "ops", "12/s"),
+        (0, "s", "0 s"),
+    ],
+)
+def test_axes_are_read_at_a_glance(value: float, unit: str, shown: str) -> None:
+    assert amount(value, unit) == shown
