@@ -44,6 +44,7 @@ HEALTHY: Mapping[str, str] = {
     'foreword_kv_cap_bytes{tier="disk"}': "20e9x{n}",
     'foreword_kv_evictions_total{tier="disk", reason="capacity"}': "0x{n}",
     'foreword_http_requests_total{method="GET", route="/v1/files", status="200"}': "0+60x{n}",
+    'foreword_http_requests_total{method="GET", route="/readyz", status="503"}': "0+12x{n}",
 }
 
 # fault → what is otherwise then, from the sixth hour on, and the alerts that must fire

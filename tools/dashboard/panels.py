@@ -111,7 +111,7 @@ ROWS = (
                         "{{device}}",
                     ),
                 ),
-                "s",
+                "short",
             ),
             Panel(
                 "Users per device at the objective",
@@ -349,7 +349,7 @@ ROWS = (
             Panel(
                 "Requests",
                 "By status; gone: the client went away first.",
-                (Query(rate("foreword_http_requests_total", "status"), "{{status}}"),),
+                (Query(rate("foreword_http_requests_total", "status", where='route=~"/v1/.*"'), "{{status}}"),),
                 "reqps",
                 stacked=True,
             ),

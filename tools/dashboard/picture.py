@@ -19,9 +19,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.dates import AutoDateLocator, DateFormatter, date2num
+from matplotlib.dates import DateFormatter, date2num
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LinearLocator
 
 from tools.dashboard.panel import Panel
 from tools.dashboard.panels import PANELS, VARIABLES
@@ -41,7 +41,7 @@ SHOWN = (
     "Users per device at the objective",
     "Unfinished jobs",
     "Speed of a prefill",
-    "Stored KV by tier",
+    "KV read by tier",
     "How a prefix's KV was come by",
     "Recall of prefills",
     "Heads by pattern",
@@ -133,7 +133,7 @@ def _panel(
     else:
         _lines(axis, panel, found)
     axis.set_xlim(*(date2num(datetime.fromtimestamp(at, UTC)) for at in span[:2]))
-    axis.xaxis.set_major_locator(AutoDateLocator(minticks=3, maxticks=5))
+    axis.xaxis.set_major_locator(LinearLocator(5))
     axis.xaxis.set_major_formatter(DateFormatter("%H:%M" if span[1] - span[0] > 240 else "%H:%M:%S"))
 
 

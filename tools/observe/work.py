@@ -1,11 +1,14 @@
 """A minute of a server's life: documents of each class read, asked about cold and warm, one refused, one withdrawn."""
 
+import contextlib
 import itertools
 import random
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import httpx
 
 from tools.observe.client import Client, zip_of
 
@@ -83,11 +86,14 @@ class Work:
         yield f"{len(threads)} users asked at once"
 
     def _ask_alone(self, file_id: str, question: str) -> None:
-        with Client(self._url) as client:
+        with Client(self._url) as client, contextlib.suppress(httpx.HTTPStatusError):
             client.ask(file_id, question, max_tokens=12)
 
     def _asked(self, file_id: str, question: str) -> str:
-        foreword = self._client.ask(file_id, question, max_tokens=24)["foreword"]
+        try:
+            foreword = self._client.ask(file_id, question, max_tokens=24)["foreword"]
+        except httpx.HTTPStatusError as error:
+            return f"asked: {error.response.status_code}, {error.response.json()['error']['message']}"
         return f"asked: first token after {foreword['ttft_s']:.2f} s ({foreword['cache_state']})"
 
 
