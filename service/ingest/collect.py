@@ -269,6 +269,9 @@ class Collector:
 
     def _expand_mail(self, entry: Entry, depth: int) -> None:
         """The mail becomes text, its attachments entries right behind it, in the mail's order."""
+        if depth > self.limits.max_nesting:
+            entry.warn("nested_too_deep")  # and is read as the text that it is
+            return
         file = entry.file
         if file is None:
             file = self.spool.new_file()

@@ -77,8 +77,8 @@ def detect(data: bytes, *, is_utf8: bool | None = None) -> str:
     wide = wide_without_mark(data)
     if wide:
         return wide
-    if b"\x1b$" in data and (name := _escaped(data[:SAMPLE_BYTES])):
-        return name
+    if b"\x1b$" in data and (escaped := _escaped(data[:SAMPLE_BYTES])):
+        return escaped
     if is_utf8 or (is_utf8 is None and _decodes(data, "utf-8")):
         return "utf-8"
     sample = data[:SAMPLE_BYTES]

@@ -3,6 +3,7 @@ import struct
 from email.message import EmailMessage
 
 from service.ingest.parsers.msg import LZFU_PRIMER, decompress_rtf
+from service.ingest.parsers.tnef import read_tnef
 from tests.ingest.conftest import Read, error_of
 from tests.ingest.makers import make_ole, make_pdf, make_zip, text_at
 
@@ -93,3 +94,58 @@ def test_packed_rtf() -> None:
     reference = struct.pack("<II4sI", 12 + 3, 5, b"LZFu", 0) + bytes([1]) + struct.pack(">H", (0 << 4) | 3)
     assert decompress_rtf(reference) == b"{\\rtf"
     assert decompress_rtf(struct.pack("<II4sI", 20, 4, b"MELA", 0) + b"abcd") == b"abcd"
+
+
+def test_a_line_that_begins_with_from_is_no_new_message(read: Read) -> None:
+    box = "From a@b.c Mon Jan  1 10:00:00 2024\nFrom: a@b.c\nSubject: One\n\nbody\n\nFrom here on all is text\n>From quoted\n\n"
+    box += "From - Tue Jan 02 10:00:00 2024\nFrom: d@e.f\nSubject: Two\n\nsecond\n"
+    document = read(box.encode(), name="a.mbox", kind="doc")
+    assert [row["path"] for row in document.manifest["files"]] == [
+        "a.mbox",
+        "a.mbox!/0001 One.eml",
+        "a.mbox!/0002 Two.eml",
+    ]
+    assert "body\n\nFrom here on all is text\nFrom quoted\n" in document.body("a.mbox!/0001 One.eml")
+
+
+def test_mails_in_mails_have_a_limit_and_lose_nothing(read: Read) -> None:
+    content = b"From: a@b.c\nTo: d@e.f\nSubject: innermost\n\nINNERMOST\n"
+    for level in range(30):
+        content = f"From: a@b.c\nTo: d@e.f\nSubject: s{level}\nContent-Type: message/rfc822\n\n".encode() + content
+    document = read(content, name="a.eml", kind="doc")
+    assert len(document.manifest["files"]) == 9
+    assert "nested_too_deep" in document.codes()
+    assert "INNERMOST" in document.text
+
+
+def tnef(*attributes: tuple[int, bytes]) -> bytes:
+    out = struct.pack("<IH", 0x223E9F78, 1)
+    for number, value in attributes:
+        out += struct.pack("<BII", 1, number, len(value)) + value + struct.pack("<H", sum(value) & 0xFFFF)
+    return out
+
+
+def test_what_outlook_wraps_is_unwrapped(read: Read) -> None:
+    def properties(*rows: tuple[int, int, bytes]) -> bytes:
+        out = struct.pack("<I", len(rows))
+        for kind, number, value in rows:
+            out += struct.pack("<HHII", kind, number, 1, len(value)) + value + bytes(-len(value) % 4)
+        return out
+
+    start = (0x00069002, bytes(14))
+    wrapped = tnef(
+        (0x00069003, properties((0x1F, 0x1000, "Wrapped b\xf6dy".encode("utf-16-le")))),
+        start, (0x00018010, b"CONTRA~1.TXT\0"), (0x0006800F, b"FIRST FILE"),
+        (0x00069005, properties((0x1F, 0x3707, "..\\Vertr\xe4ge.txt".encode("utf-16-le")))),
+        start, (0x00018010, b"second.txt\0"), (0x0006800F, b"SECOND FILE"),
+    )  # fmt: skip
+    letter = EmailMessage()
+    letter["From"], letter["To"], letter["Subject"] = "a@b.c", "d@e.f", "s"
+    letter.add_attachment(wrapped, maintype="application", subtype="ms-tnef", filename="winmail.dat")
+    document = read(letter.as_bytes(), name="a.eml", kind="doc")
+    assert "Wrapped b\xf6dy" in document.body("a.eml")
+    assert document.body("a.eml!/Vertr\xe4ge.txt") == "FIRST FILE"
+    assert document.body("a.eml!/second.txt") == "SECOND FILE"
+    for cut in range(0, len(wrapped), 7):
+        read_tnef(wrapped[:cut])
+    assert read_tnef(b"no such thing") is None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import openpyxl
 import pytest
+from openpyxl.comments import Comment
 from pptx import Presentation
 
 from service.ingest import IngestOptions
@@ -269,3 +270,17 @@ def test_books(read: Read) -> None:
     document = read(data, name="a.epub", kind="doc")
     assert document.page("a.epub", 1) == "ONE\n"
     assert document.page("a.epub", 2) == "TWO\n"
+
+
+def test_notes_on_cells_and_percentages(read: Read) -> None:
+    book = openpyxl.Workbook()
+    sheet = book.active
+    assert sheet is not None
+    sheet["A1"], sheet["B1"], sheet["C1"] = "share", 0.125, 2
+    sheet["B1"].number_format = "0.0%"
+    sheet["B1"].comment = Comment("of the\nwhole", "Ann")
+    out = io.BytesIO()
+    book.save(out)
+    assert read(out.getvalue(), name="a.xlsx", kind="doc").page("a.xlsx", 1) == (
+        "share\t12.5%\t2\n[comment on B1 by Ann: of the whole]\n"
+    )

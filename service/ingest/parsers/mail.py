@@ -16,10 +16,13 @@ from service.ingest import encodings
 from service.ingest.parsers.html import to_text
 from service.ingest.parsers.msg import parse_msg
 from service.ingest.parsers.protocol import Message, ParseError, Request, attachment, text, warning
+from service.ingest.parsers.tnef import Tnef, read_tnef
 
 SHOWN_HEADERS = ("From", "Sender", "To", "Cc", "Bcc", "Reply-To", "Date", "Subject")
 MAX_PARTS = 2000
-MBOX_LINE = re.compile(rb"^From \S.{0,300}\r?$", re.MULTILINE)
+# `From `, a sender, a time and a year: RFC 4155 and what programs make of it. A sentence beginning with "From" is none.
+MBOX_LINE = re.compile(rb"^From \S.{0,200}?\d{1,2}:\d{2}.{0,60}\b\d{4}\b.{0,20}\r?$", re.MULTILINE)
+TNEF_TYPES, TNEF_NAME = frozenset({"application/ms-tnef", "application/vnd.ms-tnef"}), "winmail.dat"
 MAX_MAIL_BYTES = 256 * 1024 * 1024
 OLE_MAGIC = b"\xd0\xcf\x11\xe0"
 ENCRYPTED_TYPES = frozenset({"multipart/encrypted", "application/pkcs7-mime", "application/x-pkcs7-mime"})
@@ -158,8 +161,23 @@ class _Parts:
         data = part.get_payload(decode=True)
         if not isinstance(data, bytes) or not data:
             return
+        if kind in TNEF_TYPES or name.lower() == TNEF_NAME:
+            wrapped = read_tnef(data)
+            if wrapped is not None:
+                yield from self._unwrapped(wrapped)
+                return
         self.attached += 1
         yield attachment(self.request, name or f"attachment {self.attached}{_suffix(kind)}", data)
+
+    def _unwrapped(self, wrapped: Tnef) -> Iterator[Message]:
+        """What Outlook wrapped stands where its wrapping stood; the body only where the mail shows none of its own."""
+        if wrapped.body.strip() and not self.wrote:
+            self.wrote = True
+            yield from text(wrapped.body.replace("\r\n", "\n").rstrip("\n") + "\n\n")
+        for inner in wrapped.attachments:
+            if inner.data:
+                self.attached += 1
+                yield attachment(self.request, _last_part(inner.name) or f"attachment {self.attached}", inner.data)
 
     def _nested(self, inner: Mail) -> Message:
         self.attached += 1
@@ -202,7 +220,11 @@ def _filename(part: Mail) -> str:
         name = part.get_filename() or ""
     except (ValueError, LookupError, email.errors.MessageError):
         name = ""
-    return Path(_decode_header(name).replace("\\", "/")).name
+    return _last_part(_decode_header(name))
+
+
+def _last_part(name: str) -> str:
+    return Path(name.replace("\\", "/")).name
 
 
 def _decoded(part: Mail) -> tuple[str, int]:

@@ -1,5 +1,7 @@
 """XLSX by openpyxl, streamed: rows that hold something, dates as ISO, formulas where no value is stored."""
 
+import math
+import posixpath
 import zipfile
 from collections.abc import Iterator
 from datetime import date, datetime, time, timedelta
@@ -11,17 +13,18 @@ from openpyxl.utils.exceptions import InvalidFileException
 
 from service.ingest.parsers.protocol import Message, OfficeZip, ParseError, Request, text, warning
 
-MAX_ROWS = 1_048_576
+S = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
 
 
 def parse(request: Request) -> Iterator[Message]:
-    OfficeZip(request).close()
+    parts = OfficeZip(request)
     # Opened here: openpyxl judges a path by its suffix.
     with open(request.file, "rb") as first, open(request.file, "rb") as second:
-        yield from _workbook(first, second)
+        yield from _workbook(first, second, parts)
+    parts.close()
 
 
-def _workbook(first: IO[bytes], second: IO[bytes]) -> Iterator[Message]:
+def _workbook(first: IO[bytes], second: IO[bytes], parts: OfficeZip) -> Iterator[Message]:
     try:
         values = openpyxl.load_workbook(first, read_only=True, data_only=True, keep_links=False)
         formulas = openpyxl.load_workbook(second, read_only=True, data_only=False, keep_links=False)
@@ -42,6 +45,7 @@ def _workbook(first: IO[bytes], second: IO[bytes]) -> Iterator[Message]:
             yield warning("hidden_sheet", sheet=name)
         if hasattr(sheet, "iter_rows"):
             yield from _rows(sheet, with_formulas)
+            yield from _comments(parts, str(getattr(sheet, "_worksheet_path", "")))
 
 
 def _rows(sheet: Any, with_formulas: Any) -> Iterator[Message]:
@@ -73,12 +77,32 @@ def _row(row: Any, raw: Any) -> str:
         at = getattr(cell if cell is not None and cell.value is not None else source, "column", column + 1)
         # Empty cells between are tabs, so that columns stay columns; a far cell says where it is instead.
         gap = at - column
-        cells.append(("\t" * (gap - (column == 0)) if gap <= 8 else f"\t[{source.coordinate}] ") + _shown(value))
+        before = "\t" * (gap - (column == 0)) if gap <= 8 else f"\t[{source.coordinate}] "
+        cells.append(before + _shown(value, str(getattr(cell, "number_format", "") or "")))
         column = at
     return "".join(cells) if column else ""
 
 
-def _shown(value: Any) -> str:
+def _comments(parts: OfficeZip, sheet: str) -> Iterator[Message]:
+    """Notes on a sheet's cells, one a line behind its rows: openpyxl leaves them out when it streams."""
+    folder, _, name = sheet.lstrip("/").rpartition("/")
+    relations = parts.xml(f"{folder}/_rels/{name}.rels") if name else None
+    for relation in relations if relations is not None else ():
+        if not str(relation.get("Type", "")).endswith("/comments"):
+            continue
+        target = posixpath.normpath(posixpath.join("/", folder, str(relation.get("Target", ""))))
+        root = parts.xml(target.lstrip("/"))
+        authors = [] if root is None else [author.text or "" for author in root.iter(f"{S}author")]
+        for comment in root.iter(f"{S}comment") if root is not None else ():
+            number = str(comment.get("authorId", ""))
+            author = authors[int(number)] if number.isdecimal() and int(number) < len(authors) else ""
+            content = " ".join("".join(t.text or "" for t in comment.iter(f"{S}t")).split())
+            if content:
+                by = f" by {author}" if author else ""
+                yield {"text": f"[comment on {comment.get('ref', '?')}{by}: {content}]\n"}
+
+
+def _shown(value: Any, number_format: str = "") -> str:
     if isinstance(value, datetime):
         return value.isoformat(sep=" ", timespec="seconds") if value.time() != time() else value.date().isoformat()
     if isinstance(value, date | time):
@@ -87,6 +111,10 @@ def _shown(value: Any) -> str:
         return str(value)
     if isinstance(value, bool):
         return "TRUE" if value else "FALSE"
+    if number_format.endswith("%") and isinstance(value, int | float):
+        return f"{round(value * 100, 10):.15g}%"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, float):
         return repr(round(value, 12)) if value != int(value) or abs(value) > 1e15 else str(int(value))
     shown = getattr(value, "text", value)  # array formulas
