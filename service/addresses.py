@@ -17,8 +17,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Public by its number, but answered by the host of a virtual machine (Azure).
-_INWARD = frozenset({ipaddress.ip_address("168.63.129.16")})
+# Protocol assignments, of which Python 3.11 knows a part only; and one that is public by its number, but answered by
+# the host of a virtual machine (Azure).
+_INWARD = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
 
 
 class AddressRefused(Exception):
@@ -41,7 +42,7 @@ def is_public(address: Address) -> bool:
             wrapped = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if wrapped:
             return is_public(wrapped)
-    return address.is_global and not address.is_multicast and address not in _INWARD
+    return address.is_global and not address.is_multicast and not any(address in network for network in _INWARD)
 
 
 class PublicNetwork(httpcore.AsyncNetworkBackend):

@@ -121,7 +121,7 @@ class _Run:
                 if ended:
                     await self._held.save({"counts": self._counts(rows)}, due_at=time.time() + LEASE_S)
         except ObjectChanged:
-            if await to_thread.run_sync(self._is_cancelling):
+            if await to_thread.run_sync(self._is_cancelled):
                 for line in running.values():
                     await to_thread.run_sync(self._runner.end, line)
             raise
@@ -140,10 +140,11 @@ class _Run:
             return "cancelled"
         return "expired" if self._held.data["expires_at"] <= time.time() else ""
 
-    def _is_cancelling(self) -> bool:
+    def _is_cancelled(self) -> bool:
+        """Else another keeper goes on with the batch, and reads what was asked here."""
         stored = self._held.stored
         now = self._services.objects.get("batch", stored.tenant, stored.id)
-        return bool(now.data["status"] == "cancelling")
+        return now.data["status"] in ("cancelling", "cancelled")
 
     def _write_off(self, path: Path, rows: RowStore, end: str) -> None:
         reason = {

@@ -4,7 +4,6 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 from anyio import to_thread
 
@@ -36,11 +35,10 @@ UNMADE_S = 120.0  # a watch comes before its file
 class DeliveryKeeper:
     """One attempt at a delivery that is due."""
 
-    def __init__(self, services: Services, sender: Sender, delays_s: Sequence[float] = DELAYS_S) -> None:
+    def __init__(self, services: Services, sender: Sender) -> None:
         self._objects = services.objects
         self._metrics = services.metrics
         self._sender = sender
-        self._delays_s = delays_s
         self._running: Counter[str] = Counter()
 
     async def __call__(self, held: Held) -> None:
@@ -48,14 +46,12 @@ class DeliveryKeeper:
         if self._running[target] >= MOST_A_TARGET:
             await held.put_off(random.uniform(0.5, 2.0))
             return
-        try:
-            endpoint = await to_thread.run_sync(self._objects.get, "endpoint", held.stored.tenant, target)
-        except UnknownObject:
-            await held.delete()
-            return
         self._running[target] += 1
         try:
+            endpoint = await to_thread.run_sync(self._objects.get, "endpoint", held.stored.tenant, target)
             await self._attempt(held, endpoint)
+        except UnknownObject:
+            await held.delete()
         finally:
             self._running[target] -= 1
             if not self._running[target]:
@@ -70,13 +66,13 @@ class DeliveryKeeper:
             status, reason = 0, str(error)
         if 200 <= status < 300:
             outcome = "delivered"
-        elif status == GONE or attempts > len(self._delays_s):
+        elif status == GONE or attempts > len(DELAYS_S):
             outcome = "given_up"
         else:
             outcome = "failed"
         self._metrics.webhook_deliveries.labels(outcome).inc()
         if outcome == "failed":
-            delay_s = self._delays_s[attempts - 1] * random.uniform(0.8, 1.2)
+            delay_s = DELAYS_S[attempts - 1] * random.uniform(0.8, 1.2)
             await held.save({"attempts": attempts}, due_at=time.time() + delay_s)
             log.info("webhook %s: attempt %d failed (%s)", held.stored.id, attempts, reason)
             return
