@@ -11,6 +11,7 @@ STEPS = (
     ("-m", "loadtests.ingest"),
     ("-m", "loadtests.kv_store"),
     ("-m", "loadtests.engine_cpu"),
+    ("-m", "loadtests.metrics_overhead"),
     ("tools/readme_tables.py",),
 )
 
