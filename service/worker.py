@@ -4,6 +4,7 @@ Main thread: the engine's steps (service.scheduler). Beside it a thread each for
 """
 
 import argparse
+import contextlib
 import ctypes
 import logging
 import os
@@ -78,18 +79,25 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
         report_gpus = gpu_reporter(metrics)
         stack.callback(metrics.flush)
         housekeeper = Housekeeper(context, backend.documents, parts.kv)
-        housekeeper.sweep_orphans()
+        try:
+            housekeeper.sweep_orphans()
+        except QueueUnavailable as error:
+            log.warning("what earlier workers left is not swept: %s", error)
+
+        def beat() -> None:
+            try:
+                backend.life.beat()
+            except FleetDiffers as error:  # it was away for so long that others began with another model
+                log.critical("%s", error)
+                scheduler.stop()
 
         def chores() -> None:
             parts.report()
             report_gpus()
             metrics.flush()
             try:
-                backend.life.beat()
+                beat()
                 housekeeper.tick()
-            except FleetDiffers as error:  # it was away for so long that others began with another model
-                log.critical("%s", error)
-                scheduler.stop()
             except QueueUnavailable as error:
                 log.warning("chores wait: %s", error)
 
@@ -103,7 +111,8 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             busy=scheduler.ingesting,
         )
         with _stopped_by_signals(scheduler):
-            backend.life.beat()
+            with contextlib.suppress(QueueUnavailable):  # the next beat comes in a second
+                beat()
             metrics.serving(parts.model.id, parts.device)
             stack.callback(Timer("housekeeping", TICK_S, chores).close)
             ingests.start()

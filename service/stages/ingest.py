@@ -80,7 +80,10 @@ class IngestLoop:
             try:
                 if not self._take_one():
                     self._stop.wait(PAUSED_S) if self._paused.is_set() else self._context.queue.wait(IDLE_S, ["ingest"])
-            except Exception:  # the thread must outlive a store that is away
+            except QueueUnavailable as error:
+                log.error("the job store is unavailable: %s", error)
+                self._stop.wait(1.0)
+            except Exception:  # the thread must outlive whatever it is
                 log.exception("the ingest loop goes on after an error")
                 self._stop.wait(1.0)
 
