@@ -63,7 +63,7 @@ def read_and_ask(page: Page, url: str) -> None:
         page.get_by_label("Your question").fill(question)
         page.get_by_role("button", name="Ask", exact=True).click()
         turn = page.get_by_role("article", name=f"Question {number}", exact=True)
-        expect(turn.locator(".answer-status")).to_contain_text("first token", timeout=READ_MS)
+        expect(turn.locator(".answer-status")).to_contain_text("from KV", timeout=READ_MS)
     page.locator(".sources .cite").last.click()
     expect(page.locator(".reader mark").first).to_be_visible()
     page.mouse.move(5, 890)

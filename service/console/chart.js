@@ -6,7 +6,7 @@ import { seconds } from "./format.js";
 const ROW = 22;
 const LEFT = 92;
 const RIGHT = 64;
-const WIDTH = 560;
+const WIDTH = 720;
 const SHOWN = 8;
 const KINDS = { cold: "cold", partial: "partly warm" };
 
@@ -25,7 +25,7 @@ export function chart(points) {
     const x = LEFT + along(tick);
     picture.append(
       svg("line", { x1: x, x2: x, y1: 0, y2: height - 20, class: "chart-line" }),
-      svg("text", { x, y: height - 6, class: "chart-tick" }, seconds(tick)),
+      svg("text", { x, y: height - 6, class: "chart-tick" }, tick < 0.995 ? `${Math.round(tick * 1000)} ms` : `${Math.round(tick)} s`),
     );
   }
   shown.forEach((point, index) => {

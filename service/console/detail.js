@@ -33,7 +33,7 @@ export class Detail {
     this.facts = el("dl", { class: "facts" });
     this.times = el("div", {});
     this.timing = el("section", { class: "card", "aria-labelledby": "times-title" }, el("div", { class: "card-head" }, el("h2", { id: "times-title" }, "Time to first token")), this.times);
-    this.left_out = el("details", { class: "card skipped" });
+    this.left_out = el("details", { class: "card skipped", hidden: true });
     this.root = [
       el("header", { class: "document-head" }, el("div", { class: "document-title" }, this.head, this.state), el("div", { class: "row" }, this.pin, this.delete)),
       this.trouble,
@@ -123,7 +123,7 @@ export class Detail {
     try {
       const [manifest, recall] = await patiently(() => Promise.all([get(`${at}/manifest`), get(`${at}/recall`)]));
       if (this.#mapped !== key) return;
-      this.map.show(readFiles(manifest, recall.data), recall.recall?.target);
+      this.map.show(readFiles(manifest, recall.data), recall.recall?.target, view.state === "ready" ? "KV from the store, not measured anew" : "not read yet");
       this.#skipped(manifest);
     } catch (error) {
       this.#mapped = null;

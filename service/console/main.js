@@ -3,7 +3,7 @@
 import { get, key, patiently, pause, signals, untilReachable } from "./api.js";
 import { Detail } from "./detail.js";
 import { announce, el, find, name } from "./dom.js";
-import { bytes, plural, seconds } from "./format.js";
+import { bytes, seconds } from "./format.js";
 import { Shelf } from "./list.js";
 import { notice } from "./notices.js";
 import { busy, Documents } from "./store.js";
@@ -294,6 +294,13 @@ function listenForTheme() {
   show();
 }
 
+async function learn() {
+  settings = await patiently(() => get("/console/settings"));
+  find("drop-title").title = `Up to ${bytes(settings.max_upload_bytes)} at once`;
+  find("key-button").hidden = !settings.keys;
+  tellServer();
+}
+
 async function begin(id) {
   await load();
   if (id && documents.get(id)) open(id);
@@ -304,12 +311,8 @@ async function start() {
   listenForKey();
   listenForTheme();
   addEventListener("hashchange", () => open(location.hash.slice(1)));
-  settings = await patiently(() => get("/console/settings"));
-  find("drop-title").title = `${plural(1, "upload")}: up to ${bytes(settings.max_upload_bytes)}`;
-  find("key-button").hidden = !settings.keys;
-  tellServer();
-  if (settings.keys && !key.get()) askForKey();
-  else await begin(location.hash.slice(1));
+  // Side by side, so that rows are there at once; where a key is missing, the answer says so.
+  await Promise.all([learn(), begin(location.hash.slice(1))]);
   keepUp();
 }
 

@@ -13,6 +13,7 @@ const MAX_ROWS = 400;
 export class FileMap {
   #files = [];
   #target = 0.95;
+  #unmeasured = "";
   #folder = ""; // path of the folder that is zoomed into
   #colour = "recall";
   #as = "map";
@@ -46,8 +47,10 @@ export class FileMap {
     new ResizeObserver(() => this.#draw()).observe(this.canvas);
   }
 
-  show(files, target) {
+  /** `unmeasured` says why a file has no recall. */
+  show(files, target, unmeasured) {
     this.#files = files;
+    this.#unmeasured = unmeasured;
     this.#target = target ?? 0.95;
     this.#folder = "";
     this.#switch(this.#as);
@@ -95,16 +98,15 @@ export class FileMap {
     }
   }
 
+  /** What is too small to be seen stays the colour of its folder, and can be zoomed into. */
   #place(node, box) {
     const boxes = squarify(node.children.map((child) => child.tokens), box);
-    let hidden = 0;
     node.children.forEach((child, index) => {
       const at = boxes[index];
-      if (at.width < LEAST || at.height < LEAST || this.cells.length >= MAX_CELLS) hidden += 1;
-      else if (child.file) this.#cell(child, at);
+      if (at.width < LEAST || at.height < LEAST || this.cells.length >= MAX_CELLS) return;
+      if (child.file) this.#cell(child, at);
       else this.#frame(child, at);
     });
-    return hidden;
   }
 
   #frame(node, at) {
@@ -157,7 +159,7 @@ export class FileMap {
             entry("r2", `from target ${percent(goal)}`),
             entry("r1", `from ${percent(goal - (1 - goal) * 0.5)}`),
             entry("r0", "below"),
-            ...(this.#files.some((file) => file.how === "unknown") ? [entry("unknown", "from the store, not measured")] : []),
+            ...(this.#files.some((file) => file.how === "unknown") ? [entry("unknown", this.#unmeasured)] : []),
           ];
     this.legend.replaceChildren(...entries);
   }

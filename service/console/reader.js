@@ -5,7 +5,7 @@ import { announce, el, name } from "./dom.js";
 import { notice } from "./notices.js";
 
 const LINES = 120;
-const CONTEXT = 12;
+const CONTEXT = 16;
 
 export class Reader {
   #back = null; // what to return to
@@ -96,7 +96,10 @@ export class Reader {
 
 /** Lines with their numbers; what is cited in a mark. */
 function lines({ before, text, after, first_line: first }, marked) {
-  const parts = [[before, false], [text, marked], [after, false]];
+  // Tokens begin with the space before their word; the mark needn't.
+  const [space, core] = [text.match(/^\s*/)[0], text.trim()];
+  const rest = text.slice(space.length + core.length);
+  const parts = [[before + space, false], [core, marked], [rest + after, false]];
   const rows = [[]];
   for (const [part, inMark] of parts) {
     part.split("\n").forEach((piece, index) => {

@@ -113,7 +113,7 @@ export class Talk {
   }
 
   #busy(is) {
-    this.ask.disabled = is;
+    this.ask.hidden = is;
     this.stop.hidden = !is;
   }
 }
