@@ -4,9 +4,11 @@ Everything here turns text into the messages of service.ingest.parsers.protocol,
 library touches the bytes.
 """
 
+import html
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -70,25 +72,40 @@ def paged(text: str) -> Iterator[Message]:
 
 
 def transcript(text: str) -> Iterator[Message]:
-    """SRT and WebVTT: one line a cue, `[00:01:02] Speaker: words`; cue numbers, styles and settings go."""
+    """SRT and WebVTT: one line a cue, `[00:01:02] Speaker: words`; cue numbers, styles and settings go.
+
+    A cue begins with its times, whether or not a blank line stands before it.
+    """
+    web = text.lstrip("\ufeff \n").startswith("WEBVTT")
     lines: list[str] = []
     for block in re.split(r"\n[ \t]*\n", text.replace("\r", "").strip("\ufeff\n ")):
         rows = block.split("\n")
-        at = next((i for i, row in enumerate(rows[:3]) if TIMING.match(row)), None)
-        if at is None:
-            if rows[0].startswith(("WEBVTT", "STYLE", "REGION")):
-                rows = [row for row in rows[:1] if row.startswith("WEBVTT") and len(row) > 6]
-            elif rows[0].startswith("NOTE"):
-                rows = [f"({' '.join(rows)[4:].strip()})"]
-            lines += rows
-            continue
-        found = TIMING.match(rows[at])
-        assert found is not None
-        hours, minutes, seconds = int(found[1] or 0), int(found[2]), int(found[3])
-        words = " ".join(row.strip() for row in rows[at + 1 :] if row.strip())
-        words = CUE_TAGS.sub("", VOICE.sub(lambda m: f"{m[1].strip()}: ", words))
-        lines.append(f"[{hours:02d}:{minutes:02d}:{seconds:02d}] {words.strip()}")
+        starts = [index for index, row in enumerate(rows) if TIMING.match(row)]
+        # The line before the times is the cue's number or name; of further cues in a block only a number can be that.
+        names = {at - 1 for at in starts if at and (at <= 2 or rows[at - 1].strip().isdecimal())}
+        kept = [None if index in names else row for index, row in enumerate(rows)]
+        lines += _uncued([row for row in kept[: starts[0] if starts else None] if row is not None])
+        for at, end in pairwise([*starts, len(rows)]):
+            lines.append(_cue(rows[at], [row for row in kept[at + 1 : end] if row], web))
     yield {"text": "\n".join(lines).strip("\n") + "\n"}
+
+
+def _uncued(rows: list[str]) -> list[str]:
+    """What stands outside of cues: the file's title, notes, stray text. Styles and regions go."""
+    if not rows:
+        return []
+    if rows[0].startswith(("WEBVTT", "STYLE", "REGION")):
+        return [row for row in rows[:1] if row.startswith("WEBVTT") and len(row) > 6]
+    return [f"({' '.join(rows)[4:].strip()})"] if rows[0].startswith("NOTE") else rows
+
+
+def _cue(timing: str, rows: list[str], web: bool) -> str:
+    found = TIMING.match(timing)
+    assert found is not None
+    hours, minutes, seconds = int(found[1] or 0), int(found[2]), int(found[3])
+    words = " ".join(row.strip() for row in rows if row.strip())
+    words = CUE_TAGS.sub("", VOICE.sub(lambda m: f"{m[1].strip()}: ", words)).strip()
+    return f"[{hours:02d}:{minutes:02d}:{seconds:02d}] {html.unescape(words) if web else words}".rstrip()
 
 
 def notebook(text: str) -> Iterator[Message]:
@@ -97,7 +114,9 @@ def notebook(text: str) -> Iterator[Message]:
     What is no notebook comes out as it is.
     """
     try:
-        cells = json.loads(text)["cells"]
+        content = json.loads(text)
+        # Version 3 had worksheets.
+        cells = content["cells"] if "cells" in content else [c for s in content["worksheets"] for c in s["cells"]]
         parts = [_cell(index, cell) for index, cell in enumerate(cells)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         yield {"text": text}
@@ -108,7 +127,7 @@ def notebook(text: str) -> Iterator[Message]:
 def _cell(index: int, cell: dict[str, Any]) -> str:
     kind = str(cell.get("cell_type", "raw"))
     label = "" if kind == "code" else f" [{kind}]"
-    parts = [f"# %%{label} cell {index + 1}", _joined(cell.get("source"))]
+    parts = [f"# %%{label} cell {index + 1}", _joined(cell.get("source", cell.get("input")))]
     for output in cell.get("outputs") or []:
         parts.append(_output(output))
     return "\n".join(part.rstrip("\n") for part in parts if part) + "\n"

@@ -125,7 +125,7 @@ GENERATED_MARK = re.compile(
     rb"[Gg]enerated by the protocol buffer compiler\.\s+DO NOT EDIT)"
 )
 LFS_POINTER = re.compile(
-    rb"\Aversion https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]+\n)*oid sha256:[0-9a-f]{64}\nsize (\d+)\n"
+    rb"\Aversion https://git-lfs\.github\.com/spec/v1\r?\n(?:ext-[^\n]+\n)*oid sha256:[0-9a-f]{64}\r?\nsize (\d+)\r?\n"
 )
 ANNEX_POINTER = re.compile(rb"\A/?[^\n\0]{0,300}annex/objects/[^\n\0]{1,400}\n?\Z")
 
@@ -146,12 +146,17 @@ def by_path(parts: list[str], options: IngestOptions) -> str | None:
     return None
 
 
-def by_head(head: bytes, options: IngestOptions) -> str | None:
-    """Reason that the first kilobytes give."""
+def is_pointer(head: bytes) -> str | None:
+    """Reason to leave out a few lines that stand for a file which isn't there."""
     if LFS_POINTER.match(head):
         return "lfs_pointer"
-    if len(head) < 800 and ANNEX_POINTER.match(head):
-        return "annex_pointer"
+    return "annex_pointer" if len(head) < 800 and ANNEX_POINTER.match(head) else None
+
+
+def by_head(head: bytes, options: IngestOptions) -> str | None:
+    """Reason that the first kilobytes of a file of a repository give."""
+    if pointer := is_pointer(head):
+        return pointer
     if not options.include_generated and GENERATED_MARK.search(head[:2048]):
         return "generated"
     return None

@@ -22,6 +22,21 @@ KNOWN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
     ("api_key", ("pypi-", "sg."), re.compile(r"\b(?:pypi-[A-Za-z0-9_-]{50,}|SG\.[\w-]{20,}\.[\w-]{40,})")),
     ("jwt", ("eyj",), re.compile(r"\beyJ[A-Za-z0-9_-]{15,}\.eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{20,}")),
 )
+# The password in an address; in an assignment where a text stands in quotes, however plain it is.
+PLAIN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
+    (
+        "url_password",
+        ("://",),
+        re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://[^\s:/@\"'<>]{1,64}:(?P<value>[^\s:/@\"'<>]{4,128})@"),
+    ),
+    (
+        "password",
+        ("passw", "pwd"),
+        re.compile(
+            r"(?i)(?:passw(?:or)?d|passwd|pwd)[\"']?\s{0,4}(?:=>|:=|[=:])\s{0,4}([\"'])(?P<value>[^\s\"']{8,128})\1"
+        ),
+    ),
+)
 PRIVATE_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
 MAX_KEY_CHARS = 16_000
 ASSIGNED_HINTS = (
@@ -53,6 +68,11 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
         if any(hint in lower for hint in hints):
             for found in pattern.finditer(text):
                 yield kind, found.start(), found.end()
+    for kind, hints, pattern in PLAIN:
+        if any(hint in lower for hint in hints):
+            for found in pattern.finditer(text):
+                if _may_be_password(found["value"]):
+                    yield kind, found.start("value"), found.end("value")
     if not any(hint in lower for hint in ASSIGNED_HINTS):
         return
     if len(lower) != len(text):
@@ -82,6 +102,11 @@ def mask(text: str, spans: list[tuple[str, int, int]]) -> str:
         out += [text[at:start], f"[{kind} masked]", "\n" * text.count("\n", start, end)]
         at = end
     return "".join(out) + text[at:]
+
+
+def _may_be_password(value: str) -> bool:
+    """Letters and digits, and no word for a password that isn't shown."""
+    return not PLACEHOLDER.match(value) and any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
 
 
 def _looks_random(value: str) -> bool:

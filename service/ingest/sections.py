@@ -19,6 +19,7 @@ from service.ingest.text import is_binary, read_text, survey
 
 Message = dict[str, Any]
 HEAD_BYTES = 8192
+MAX_POINTER_BYTES = 1024
 WORD_STREAM = "WordDocument".encode("utf-16-le")
 WHOLE_TEXT_BYTES = 8 * 1024 * 1024  # longer texts are never held whole: no pages, no transcript, just lines
 
@@ -84,10 +85,12 @@ class Reader:
             entry.reason = policy.by_path(entry.path.split("/"), self.options)
             if entry.reason is None and entry.format == "text":
                 entry.reason = policy.by_head(self.spool.read(entry, HEAD_BYTES), self.options)
-                if entry.reason == "lfs_pointer":
-                    entry.warn("lfs_pointer")
             elif entry.reason is None and entry.format in ARCHIVES:
                 entry.reason = "archive"
+        elif entry.format == "text" and entry.size < MAX_POINTER_BYTES:
+            entry.reason = policy.is_pointer(self.spool.read(entry, MAX_POINTER_BYTES))
+        if entry.reason == "lfs_pointer":
+            entry.warn("lfs_pointer")
         if entry.reason is None:
             if entry.format == "binary" or (entry.format == "image" and self.kind == "repo"):
                 entry.reason = "binary"

@@ -1,5 +1,6 @@
 # ruff: noqa: E501 (inputs are written as they stand in files)
 import struct
+import time
 from email.message import EmailMessage
 
 from service.ingest.parsers.msg import LZFU_PRIMER, decompress_rtf
@@ -149,3 +150,13 @@ def test_what_outlook_wraps_is_unwrapped(read: Read) -> None:
     for cut in range(0, len(wrapped), 7):
         read_tnef(wrapped[:cut])
     assert read_tnef(b"no such thing") is None
+
+
+def test_endless_headers_are_read_at_once(read: Read) -> None:
+    words = "=?utf-8?q?Verl=C3=A4ngerung?= " * 3
+    header = f"From: a@b.c\nTo: d@e.f\nSubject: {words}{'=?utf-8?q?x?= ' * 40_000}LAST\n\nbody\n"
+    started = time.monotonic()
+    text = read(header.encode(), name="a.eml", kind="doc").text
+    assert time.monotonic() - started < 20
+    assert "Verl\xe4ngerungVerl\xe4ngerung" in text
+    assert "LAST" in text

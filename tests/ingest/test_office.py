@@ -284,3 +284,10 @@ def test_notes_on_cells_and_percentages(read: Read) -> None:
     assert read(out.getvalue(), name="a.xlsx", kind="doc").page("a.xlsx", 1) == (
         "share\t12.5%\t2\n[comment on B1 by Ann: of the whole]\n"
     )
+
+
+def test_notes_and_comments_of_rtf_stand_at_their_anchors(read: Read) -> None:
+    rtf = r"{\rtf1\ansi The rent{\super\chftn{\footnote\pard{\super\chftn} Net of \{tax\}.}} is due{\*\annotation Really?}.\par}"
+    assert read(rtf.encode(), name="a.rtf", kind="doc").body("a.rtf").split("\n")[0] == (
+        "The rent [footnote: Net of {tax}.] is due [comment: Really?]."
+    )

@@ -132,3 +132,27 @@ def test_notebooks_are_cells(read: Read) -> None:
     assert "iVBOR" not in body
     assert "[image/png left out]" in body
     assert "no json" in read({"a.ipynb": "{no json"}).body("a.ipynb")
+
+
+def test_pointers_are_no_content_in_bundles_either(read: Read) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\r\noid sha256:{'a' * 64}\r\nsize 12345\r\n"
+    document = read({"contract.pdf": pointer, "b.txt": "WORDS\n"}, kind="bundle")
+    assert document.reasons() == {"contract.pdf": "lfs_pointer"}
+    assert "oid sha256" not in document.text
+    assert "lfs_pointer" in document.codes()
+
+
+def test_plain_passwords_in_quotes_and_addresses(read: Read) -> None:
+    source = (
+        "DB_PASSWORD='hunter2hunter2'\nurl = 'postgres://user:pa55word@host/db'\nhelp = 'https://user:password@host/'\n"
+        "password = 'your_password_1'\npasswords = [check(p) for p in found]\n"
+    )
+    document = read({"a.py": source, "setup.py": "x = 1\n"}, options=IngestOptions(mask_secrets=True))
+    assert [(s["kind"], s["line"]) for s in document.row("a.py")["secrets"]] == [("url_password", 2), ("password", 1)]
+    assert "hunter2" not in document.text
+    assert "postgres://user:[url_password masked]@host/db" in document.text
+
+
+def test_old_notebooks_are_cells_too(read: Read) -> None:
+    old = '{"worksheets": [{"cells": [{"cell_type": "code", "input": ["print(1)"], "outputs": []}]}], "nbformat": 3}'
+    assert "# %% cell 1\nprint(1)\n" in read({"a.ipynb": old}, kind="bundle").text

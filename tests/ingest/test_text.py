@@ -161,6 +161,13 @@ def test_transcripts_keep_speakers_and_times(read: Read) -> None:
     )
     srt = "1\r\n00:00:01,000 --> 00:00:02,000\r\nHello\r\n\r\n2\r\n00:00:03,000 --> 00:00:04,000\r\nWorld\r\n"
     assert read(srt.encode(), name="a.srt", kind="doc").body("a.srt") == "[00:00:01] Hello\n[00:00:03] World\n"
+    dense = "1\n00:00:01,000 --> 00:00:02,000\nA & B\n2\n00:00:02,000 --> 00:00:03,000\n12\nC\n\nstray words\n"
+    body = read(dense.encode(), name="a.srt", kind="doc").body("a.srt")
+    assert body == "[00:00:01] A & B\n[00:00:02] 12 C\nstray words\n"
+    entities = b"WEBVTT Board meeting\n\n00:01.000 --> 00:02.000\n<v Bob>Yes &amp; &lt;no&gt;\n"
+    assert (
+        read(entities, name="a.vtt", kind="doc").body("a.vtt") == "WEBVTT Board meeting\n[00:00:01] Bob: Yes & <no>\n"
+    )
 
 
 def test_one_file_that_is_no_text_says_what_it_is(read: Read) -> None:

@@ -20,6 +20,7 @@ from service.ingest.parsers.tnef import Tnef, read_tnef
 
 SHOWN_HEADERS = ("From", "Sender", "To", "Cc", "Bcc", "Reply-To", "Date", "Subject")
 MAX_PARTS = 2000
+MAX_HEADER_CHARS = 65_536
 # `From `, a sender, a time and a year: RFC 4155 and what programs make of it. A sentence beginning with "From" is none.
 MBOX_LINE = re.compile(rb"^From \S.{0,200}?\d{1,2}:\d{2}.{0,60}\b\d{4}\b.{0,20}\r?$", re.MULTILINE)
 TNEF_TYPES, TNEF_NAME = frozenset({"application/ms-tnef", "application/vnd.ms-tnef"}), "winmail.dat"
@@ -210,8 +211,11 @@ def _decode_header(value: str) -> str:
     raw = value.encode("utf-8", "surrogateescape")
     if any(b >= 0x80 for b in raw):
         value, _, _ = encodings.decode(raw)
+    # The library takes quadratic time: what follows an absurd length stays as it is.
+    value, rest = value[:MAX_HEADER_CHARS], value[MAX_HEADER_CHARS:]
     with contextlib.suppress(ValueError, LookupError, email.errors.MessageError):
         value = str(make_header(decode_header(value)))
+    value += rest
     return re.sub(r"\s+", " ", value.encode("utf-8", "replace").decode()).strip()
 
 
