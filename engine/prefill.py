@@ -253,21 +253,22 @@ class LayerMajorPrefill:
 
     def _segment(self, layer: int, segment: Segment) -> Iterator[None]:
         """One segment through one layer: K and V, attention, then the rest in place of the hidden states."""
-        model, state, spec = self._model, self._state, self._model.spec
+        model, state = self._model, self._state
         weights = model.layers[layer]
         tiles = self._tiles(segment)
-        q = torch.empty(tiles[-1].stop - segment.start, spec.heads, spec.head_dim, dtype=model.dtype)
-        out = torch.zeros_like(q)
-
+        queries = []
         for tile in tiles:
             hidden = state.hidden[tile.start - state.first_row : tile.stop - state.first_row]
-            at = forward.rotation(model, tile.start, len(tile))
+            at = state.rotation(tile)
             tile_q, k, v = forward.queries_keys_values(model, weights, hidden, at)
-            q[tile.start - segment.start : tile.stop - segment.start] = tile_q
+            queries.append(tile_q)
             real = min(tile.stop, segment.end)
             state.kv[0, :, tile.start : real] = k[: real - tile.start].transpose(0, 1)
             state.kv[1, :, tile.start : real] = v[: real - tile.start].transpose(0, 1)
             yield
+        q = queries[0] if len(queries) == 1 else torch.cat(queries)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        out[segment.num_tokens :] = 0
         task = SegmentTask(
             layer=layer,
             start=segment.start,

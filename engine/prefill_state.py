@@ -4,12 +4,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine import forward
 from engine.chain import Segment
 from engine.model import Model
 from engine.sparse.report import AttentionReport
 
 # The last tile of a document is padded to a multiple of it.
 ROW_GRANULE = 64
+# Positions whose rotary cosines and sines are kept from layer to layer: 256 bytes each for heads of 64.
+_KEPT_ROTATIONS = 65_536
 
 
 class PrefillState:
@@ -17,6 +20,8 @@ class PrefillState:
 
     def __init__(self, model: Model, chain: list[Segment], first_segment: int) -> None:
         spec = model.spec
+        self._model = model
+        self._rotations: dict[int, forward.Rotation] = {}
         self.chain = chain
         self.first_segment = first_segment
         self.first_row = chain[first_segment].start if first_segment < len(chain) else chain[-1].end
@@ -33,6 +38,16 @@ class PrefillState:
         self.done_s = 0.0
         self.done_here_s = 0.0  # by this attempt
         self.last_logits: torch.Tensor | None = None
+
+    def rotation(self, tile: range) -> forward.Rotation:
+        """Of the tile's positions. A start always comes with the same length."""
+        kept = self._rotations.get(tile.start)
+        if kept is not None:
+            return kept
+        rotation = forward.rotation(self._model, tile.start, len(tile))
+        if sum(len(other.cos) for other in self._rotations.values()) + len(tile) <= _KEPT_ROTATIONS:
+            self._rotations[tile.start] = rotation
+        return rotation
 
     @property
     def hidden_bytes(self) -> NDArray[np.uint8]:

@@ -8,9 +8,8 @@ import torch
 
 from kernels.block_lists import BlockLists
 from kernels.cpu_workers import run_all
-from kernels.dense_attention.cpu import packed
 from kernels.dispatch import Capability
-from kernels.flash_cpu import flash_batch, merge, obstacle
+from kernels.flash_cpu import flash, flash_batch, merge, obstacle
 
 
 def unsupported(numbers: Capability) -> str | None:
@@ -60,7 +59,7 @@ def _past(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to the blocks that lie in the past as a whole, each (row block, list head) a piece for one thread."""
-    tokens, heads, _ = q.shape
+    tokens, heads, head_dim = q.shape
     group, per_kv_head = heads // lists.list_heads, lists.list_heads // k.shape[0]
     far = torch.zeros(q.shape, dtype=q.dtype)
     far_lse = torch.full((tokens, heads), -torch.inf)
@@ -74,7 +73,10 @@ def _past(
         own = slice(head * group, (head + 1) * group)
         kept = chosen[firsts[index] : firsts[index] + sizes[index]]
         gathered = (t[head // per_kv_head].index_select(0, kept).flatten(0, 1)[None] for t in (keys, values))
-        far[rows, own], far_lse[rows, own] = packed(q[rows, own], *gathered, scale)
+        # A group's rows share a pass over the keys.
+        packed = q[rows, own].reshape(1, -1, head_dim)
+        result, lse = flash(packed, *gathered, scale=scale)
+        far[rows, own], far_lse[rows, own] = result.view(-1, group, head_dim), lse.view(-1, group)
 
     # The longest first, so that no thread is left with a long one at the end.
     longest = sorted((i for i in range(len(sizes)) if sizes[i]), key=lambda i: -sizes[i])

@@ -6,7 +6,7 @@ The result of a row depends on where its call starts, so callers that need equal
 import torch
 
 from kernels.dispatch import Capability
-from kernels.flash_cpu import flash, merge, obstacle
+from kernels.flash_cpu import flash_batch, merge, obstacle
 
 
 def unsupported(numbers: Capability) -> str | None:
@@ -17,41 +17,21 @@ def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_offset: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)."""
-    rows, heads, _ = q.shape
+    rows, heads, head_dim = q.shape
+    kv_heads, group = k.shape[0], heads // k.shape[0]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(rows, heads, dtype=torch.float32)
     if q.dtype == torch.float64:
         q, k, v = q.float(), k.float(), v.float()
-    group = heads // k.shape[0]
-    # One KV head at a time: then everything lies in memory as [rows, group, head_dim], and nothing is transposed.
-    for head in range(k.shape[0]):
-        own = slice(head * group, (head + 1) * group)
-        queries, keys, values = q[:, own], k[head : head + 1], v[head : head + 1]
-        result, result_lse = diagonal(
-            queries, keys[:, row_offset : row_offset + rows], values[:, row_offset : row_offset + rows], scale
+    # KV heads are the batch: then all results lie in memory as [kv_heads, rows, group, head_dim].
+    queries = q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    own = (t[:, None, row_offset : row_offset + rows].expand(-1, group, -1, -1) for t in (k, v))
+    result, lse = flash_batch(queries, *own, scale=scale, causal=True)
+    result, lse = result.transpose(1, 2), lse.transpose(1, 2)
+    if row_offset:
+        packed = queries.transpose(1, 2).reshape(kv_heads, 1, rows * group, head_dim)
+        far, far_lse = flash_batch(packed, k[:, None, :row_offset], v[:, None, :row_offset], scale=scale)
+        result, lse = merge(
+            result, lse, far.view(kv_heads, rows, group, head_dim), far_lse.view(kv_heads, rows, group)
         )
-        if row_offset:
-            far = packed(queries, keys[:, :row_offset], values[:, :row_offset], scale)
-            result, result_lse = merge(result, result_lse, *far)
-        out[:, own], lse[:, own] = result, result_lse
-    return out, lse
-
-
-def diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a group's rows to their own keys: q [rows, group, head_dim], k and v [1, rows, head_dim].
-
-    Returns (out [rows, group, head_dim], lse [rows, group]).
-    """
-    group = q.shape[1]
-    out, lse = flash(q.transpose(0, 1), k.expand(group, -1, -1), v.expand(group, -1, -1), scale=scale, causal=True)
-    return out.transpose(0, 1), lse.T
-
-
-def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a group's rows to keys that all of them see; the group's rows share a pass over the keys.
-
-    Shapes as in `diagonal`, but for k and v [1, keys, head_dim].
-    """
-    rows, group, head_dim = q.shape
-    out, lse = flash(q.reshape(1, rows * group, head_dim), k, v, scale=scale)
-    return out[0].view(rows, group, head_dim), lse[0].view(rows, group)
+    out.view(rows, kv_heads, group, head_dim).copy_(result.transpose(0, 1))
+    return out, lse.transpose(0, 1).reshape(rows, heads)
