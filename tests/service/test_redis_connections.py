@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import redis
 
+from loadtests.cluster import ROOT
 from loadtests.redis_server import RedisServer, free_port
 from service.documents.redis import RedisDocuments
 from service.queue.base import Effects, NewJob, QueueUnavailable, RecordChange
@@ -186,3 +188,19 @@ def test_stopped_redis_is_away(tmp_path: Path) -> None:
             refused(f"{server.url}?socket_timeout=1", "can't be reached", QueueUnavailable)
         finally:
             os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_without_redis_py_the_missing_extra_is_named(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from contextlib import ExitStack\n"
+        "from service.backend import RedisMissing, open_api_backend\n"
+        "from service.settings import Settings\n"
+        "try:\n"
+        "    open_api_backend(Settings(redis_url='redis://localhost'), None, ExitStack())\n"
+        "except RedisMissing as error:\n"
+        "    print(error.code, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("redis_missing")
+    assert "foreword[redis]" in done.stdout
