@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.metrics_labels import TenantLabels
 from service.queue.base import JobState, Queue
 from service.settings import Settings
 
@@ -40,7 +41,7 @@ class StateCollector(Collector):
         kv_usage: Callable[[], Mapping[str, int]],
         uploaded_bytes: Callable[[], int],
         *,
-        tenant: Callable[[str], str],
+        tenant: TenantLabels,
     ) -> None:
         """`kv_usage` returns bytes by tier."""
         self._settings = settings
@@ -63,10 +64,11 @@ class StateCollector(Collector):
         yield _family("foreword_disk_floor_bytes", {(): settings.disk_floor_bytes})
 
     def _by_tenant(self) -> Mapping[tuple[str, ...], float]:
-        found: dict[tuple[str, ...], float] = {}
+        states = ("queued", "running")
+        found: dict[tuple[str, ...], float] = {(name, state): 0 for name in self._tenant.names for state in states}
         for lane in self._queue.lanes():
             tenant = self._tenant(lane.tenant)
-            for state, number in (("queued", lane.queued), ("running", lane.running)):
+            for state, number in zip(states, (lane.queued, lane.running), strict=True):
                 found[tenant, state] = found.get((tenant, state), 0) + number
         return found
 
