@@ -13,7 +13,8 @@ from service.stages.prefill import PrefillJob, PrefillRun, PrefillRuns, Waiter
 
 log = logging.getLogger(__name__)
 
-MAX_ANSWERS = 8
+MAX_ANSWERS = 8  # that take turns, one token each
+MAX_WAITING = 32  # answers that wait for KV to be made
 MAX_PREFILLS = 2  # a long one, and a short one that overtakes it
 IDLE_S = 0.5
 COUNTED_S = 0.5  # computing is counted when there is so much of it, or nothing to do
@@ -34,6 +35,7 @@ class Scheduler:
         self._answers: dict[str, AnswerJob] = {}
         self._prefills: dict[str, PrefillJob] = {}
         self._runs = PrefillRuns()
+        self._ready: list[AnswerJob] = []  # their KV was made while others answered; first come, first served
         self._parked: Job | None = None
         self._stop = threading.Event()
         # A job that may have killed its workers runs by itself: no other is started, and no ingest beside it.
@@ -60,6 +62,7 @@ class Scheduler:
 
     def _round(self) -> None:
         self._drop_lost()
+        self._begin_ready()
         self._claim_while_room()
         self._step_answers()
         if run := self._runs.next():
@@ -101,7 +104,14 @@ class Scheduler:
                 self._start(job)
 
     def _has_room(self, kind: JobKind) -> bool:
-        return len(self._answers) < MAX_ANSWERS if kind == "answer" else len(self._prefills) < MAX_PREFILLS
+        """Answers that wait for a prefill keep no others from answering."""
+        if kind == "prefill":
+            return len(self._prefills) < MAX_PREFILLS
+        answering = self._answering()
+        return answering + len(self._ready) < MAX_ANSWERS and len(self._answers) - answering < MAX_WAITING
+
+    def _answering(self) -> int:
+        return sum(answer.answering for answer in self._answers.values())
 
     def _start_parked(self) -> None:
         assert self._parked is not None
@@ -124,6 +134,10 @@ class Scheduler:
                 self._runs.join(prefill.request(), prefill)
             except Exception as error:
                 self._fail(prefill, error)
+
+    def _begin_ready(self) -> None:
+        while self._ready and self._answering() < MAX_ANSWERS:
+            self._begin_answer(self._ready.pop(0))
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -207,7 +221,7 @@ class Scheduler:
     def _prefilled(self, waiter: Waiter, request: PrefillRequest, result: PrefillResult, kv_waited_s: float) -> None:
         if isinstance(waiter, AnswerJob):
             waiter.prefilled(request, result, kv_waited_s)
-            self._begin_answer(waiter)
+            self._ready.append(waiter)
             return
         assert isinstance(waiter, PrefillJob)
         try:
@@ -243,6 +257,8 @@ class Scheduler:
         self._prefills.pop(task.job.id, None)
         answer = self._answers.pop(task.job.id, None)
         if answer is not None:
+            if answer in self._ready:
+                self._ready.remove(answer)
             answer.close()
 
     def _ended(self, task: Waiter, state: str) -> None:

@@ -72,6 +72,7 @@ class PrefillRun:
 class PrefillRuns:
     """All runs, oldest first."""
 
+    MAX_STARTED = 4  # each holds the hidden states of its document
     FAIR_TURN = 4  # each so-many-th step goes to the oldest run, so that short ones can't starve it
 
     def __init__(self) -> None:
@@ -93,12 +94,14 @@ class PrefillRuns:
 
     def next(self) -> PrefillRun | None:
         """Interactive ones first, then the one with least left; the oldest has its turn now and then."""
-        if not self.runs:
+        started = [run for run in self.runs.values() if run.prefill is not None]
+        open_runs = started if len(started) >= self.MAX_STARTED else list(self.runs.values())
+        if not open_runs:
             return None
         self._turn += 1
         if self._turn % self.FAIR_TURN == 0:
-            return next(iter(self.runs.values()))
-        return min(self.runs.values(), key=lambda run: (not run.interactive, run.left))
+            return open_runs[0]
+        return min(open_runs, key=lambda run: (not run.interactive, run.left))
 
     def end(self, run: PrefillRun) -> list[Waiter]:
         """The run is over; returns who waited for it."""

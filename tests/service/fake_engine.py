@@ -77,6 +77,7 @@ class FakeEngine:
         self.kv, self.decode, self.resume = kv, decode, resume
         self.steps: list[tuple[str, str]] = []  # (kind, owner or question) of every step, in order
         self.prefills: list[FakePrefill] = []
+        self.answering = self.most_answering = 0  # answers open now, and at most at one time
 
     def digest(self, fidelity: Fidelity) -> str:
         return f"digest-{fidelity}"
@@ -169,6 +170,8 @@ class FakeAnswer:
         self.words = [f"{n} " for n in range(2000)] if "STORY" in question else ["It ", "is ", str(len(request.prefix))]
         self.completion_tokens = 0
         self.closed = False
+        engine.answering += 1
+        engine.most_answering = max(engine.most_answering, engine.answering)
 
     def step(self) -> AnswerDelta:
         self.engine.steps.append(("answer", str(self.completion_tokens)))
@@ -186,6 +189,7 @@ class FakeAnswer:
         return len(self.request.prefix) + len(self.request.question)
 
     def close(self) -> None:
+        self.engine.answering -= not self.closed
         self.closed = True
 
 

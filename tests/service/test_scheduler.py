@@ -10,7 +10,7 @@ from engine.errors import KVMissing
 from engine.interfaces import AnswerDelta
 from service.database import DatabaseUnavailable
 from service.queue.base import Job, JobKind
-from service.scheduler import EngineBroken
+from service.scheduler import MAX_ANSWERS, EngineBroken
 from tests.service.bench import Bench, until
 from tests.service.fake_engine import LAYERS, STEP_S, FakeAnswer, FakePrefill
 
@@ -198,6 +198,25 @@ def test_answers_prefill_goes_before_a_prefill_job(bench: Bench) -> None:
         until(lambda: running(bench, "job-slow"))
         assert bench.ended(bench.ask("cold")).state == "succeeded"
         assert bench.queue.get("job-slow").state == "running"
+
+
+def test_questions_that_wait_for_a_prefill_keep_no_warm_one_waiting(bench: Bench) -> None:
+    bench.add_document("warm", "text")
+    bench.add_document("evicted", LONG, prefill=False)
+    with bench.working():
+        bench.ended("job-warm")
+        waiting = [bench.ask("evicted") for _ in range(MAX_ANSWERS + 2)]
+        until(lambda: all(running(bench, job) for job in waiting))
+        assert bench.ended(bench.ask("warm")).state == "succeeded"
+        assert all(bench.queue.get(job).state == "running" for job in waiting), "they still wait for their KV"
+
+
+def test_no_more_answers_take_turns_than_there_is_room_for(bench: Bench) -> None:
+    bench.add_document("evicted", "text " * 500, prefill=False)
+    with bench.working():
+        jobs = [bench.ask("evicted", question="STORY", max_tokens=5) for _ in range(MAX_ANSWERS + 4)]
+        assert all(bench.ended(job).state == "succeeded" for job in jobs)
+    assert bench.engine.most_answering == MAX_ANSWERS
 
 
 def test_last_attempt_runs_alone(bench: Bench) -> None:
