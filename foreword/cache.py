@@ -56,6 +56,8 @@ def verify(holder: str | None) -> int:
 def evict(holder: str | None, size_bytes: int | None) -> None:
     with _catalog() as catalog:
         _known(catalog, holder)
+        if any(entry.pinned for entry in catalog.entries() if entry.holder == holder):
+            raise ValueError(f"the KV of {holder!r} is pinned; `foreword cache pin {holder} --off` first")
         freed = catalog.evict(holder=holder, size_bytes=size_bytes)
     print(f"{freed / 1e6:.1f} MB freed")
 
