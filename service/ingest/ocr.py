@@ -21,10 +21,18 @@ class Ocr:
         return cls(program) if program else None
 
     @cached_property
+    def _installed(self) -> frozenset[str]:
+        return frozenset(self._say("--list-langs").split())
+
+    @cached_property
     def languages(self) -> str:
         """Those of LANGUAGES_WANTED that are installed, as tesseract takes them; '' without any."""
-        installed = set(self._say("--list-langs").split())
-        return "+".join(lang for lang in LANGUAGES_WANTED if lang in installed)
+        return "+".join(lang for lang in LANGUAGES_WANTED if lang in self._installed)
+
+    @cached_property
+    def _segmentation(self) -> str:
+        """Whole pages; turned upright first where the data for that are installed."""
+        return "1" if "osd" in self._installed else "3"
 
     @cached_property
     def version(self) -> str:
@@ -43,7 +51,7 @@ class Ocr:
             if not self.languages:
                 return ""
             done = subprocess.run(
-                [self.program, str(image), "stdout", "-l", self.languages, "--psm", "3"],
+                [self.program, str(image), "stdout", "-l", self.languages, "--psm", self._segmentation],
                 capture_output=True,
                 timeout=TIMEOUT_S,
                 check=False,
