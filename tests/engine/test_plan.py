@@ -5,6 +5,7 @@ from tiny_models import SHAPE
 
 from engine.plan import plan
 from engine.spec import spec_from_config
+from engine.work import MachineRates, PrefillWork
 
 SPEC = spec_from_config({**SHAPE, "model_type": "llama"})
 GIB = 1 << 30
@@ -28,6 +29,15 @@ def test_sparse_takes_less_time_and_dense_grows_with_the_square() -> None:
     assert plan(SPEC, 32_768, fidelity="exact").prefill_s == long.dense_prefill_s
     assert plan(SPEC, 32_768, fidelity="fast").prefill_s < long.prefill_s
     assert plan(SPEC, 4096).prefill_s == plan(SPEC, 4096).dense_prefill_s
+
+
+def test_rows_that_go_through_the_linears_together_follow_from_the_model_alone() -> None:
+    assert PrefillWork(SPEC, MachineRates()).tile_rows == 4096
+    large = spec_from_config({**SHAPE, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336})
+    rows = PrefillWork(large, MachineRates()).tile_rows
+    assert rows == PrefillWork(large, MachineRates(linear_flops=1e15)).tile_rows
+    assert 64 <= rows <= 512
+    assert 4096 % rows == 0
 
 
 def test_what_does_not_fit_is_said_with_both_numbers() -> None:
