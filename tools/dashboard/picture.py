@@ -29,7 +29,7 @@ from tools.dashboard.panels import PANELS, VARIABLES
 COLORS = ("#3b6fb6", "#d9822b", "#3f9c6b", "#b0475c", "#7a5fb0", "#8a6d3b", "#4aa3a8", "#c25fa0", "#888888")
 INK, FAINT, PAPER = "#2b2f36", "#e3e6ea", "#ffffff"
 COLUMNS = 3
-DPI = 100
+WIDTH_IN, ROW_IN, DPI = 10.0, 2.1, 160  # read at about 1,000 pixels, sharp on a finer screen
 POINTS = 240
 # What a page of README has room for, the first row of the dashboard first.
 SHOWN = (
@@ -75,26 +75,24 @@ def draw(
     titles: Sequence[str] = SHOWN,
     minutes: float | None = None,
     end_s: float | None = None,
-    rate: str = "60s",
-    width_px: int = 1600,
+    rate: str | None = None,
 ) -> None:
     """Draw the panels `titles` to the PNG `out`, over the last `minutes` (None: since the server's first scrape)."""
     end_s = end_s or time.time()
     start_s = end_s - 60 * minutes if minutes is not None else first_scrape(source, end_s)
+    rate = rate or ("60s" if end_s - start_s > 300 else "30s")
     panels = [panel for title in titles for panel in PANELS if panel.title == title]
     rows = math.ceil(len(panels) / COLUMNS)
-    plt.rcParams.update({"font.family": "sans-serif", "font.size": 8.5, "text.color": INK, "axes.labelcolor": INK})
-    figure, axes = plt.subplots(
-        rows, COLUMNS, figsize=(width_px / DPI, rows * 2.6 + 0.5), facecolor=PAPER, squeeze=False
-    )
+    plt.rcParams.update({"font.family": "sans-serif", "font.size": 8, "text.color": INK, "axes.labelcolor": INK})
+    figure, axes = plt.subplots(rows, COLUMNS, figsize=(WIDTH_IN, rows * ROW_IN + 0.3), facecolor=PAPER, squeeze=False)
     step_s = max(1.0, (end_s - start_s) / POINTS)
     for axis, panel in zip(axes.flat, panels, strict=False):
         _panel(figure, axis, panel, source, (start_s, end_s, step_s), rate)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     day = datetime.fromtimestamp(end_s, UTC)
-    figure.suptitle(f"Foreword, {day:%Y-%m-%d}, UTC", x=0.012, y=0.995, ha="left", va="top", fontsize=11, weight="bold")
-    figure.tight_layout(rect=(0, 0, 1, 1.0), h_pad=1.6, w_pad=1.8)
+    figure.suptitle(f"Foreword, {day:%Y-%m-%d}, UTC", x=0.012, y=0.995, ha="left", va="top", fontsize=9, weight="bold")
+    figure.tight_layout(rect=(0, 0, 1, 1.0), h_pad=1.2, w_pad=1.0)
     figure.savefig(out, dpi=DPI, facecolor=PAPER, pil_kwargs={"optimize": True})
     plt.close(figure)
 
@@ -116,8 +114,8 @@ def filled(expr: str, rate: str) -> str:
 def _panel(
     figure: Figure, axis: Axes, panel: Panel, source: Source, span: tuple[float, float, float], rate: str
 ) -> None:
-    axis.set_title(panel.title, loc="left", fontsize=9.5, weight="bold", color=INK, pad=7)
-    axis.tick_params(colors=INK, length=0, labelsize=7.5)
+    axis.set_title(panel.title, loc="left", fontsize=8, weight="bold", color=INK, pad=6)
+    axis.tick_params(colors=INK, length=0, labelsize=7)
     axis.grid(axis="y", color=FAINT, linewidth=0.8)
     axis.set_axisbelow(True)
     for side in ("top", "right", "left"):
@@ -133,7 +131,7 @@ def _panel(
     else:
         _lines(axis, panel, found)
     axis.set_xlim(*(date2num(datetime.fromtimestamp(at, UTC)) for at in span[:2]))
-    axis.xaxis.set_major_locator(LinearLocator(5))
+    axis.xaxis.set_major_locator(LinearLocator(4))
     axis.xaxis.set_major_formatter(DateFormatter("%H:%M" if span[1] - span[0] > 240 else "%H:%M:%S"))
 
 
@@ -155,7 +153,7 @@ def _lines(axis: Axes, panel: Panel, found: list[tuple[str, list[Any]]]) -> None
     else:
         for number, (name, points) in enumerate(found):
             color = COLORS[number % len(COLORS)]
-            axis.plot(_dates(times), _column(points, times), label=name, color=color, linewidth=1.6)
+            axis.plot(_dates(times), _column(points, times), label=name, color=color, linewidth=1.4)
     place = "upper left"
     if panel.limit is not None:
         axis.axhline(panel.limit, color=COLORS[3], linewidth=1, linestyle=(0, (4, 3)))
@@ -169,7 +167,9 @@ def _lines(axis: Axes, panel: Panel, found: list[tuple[str, list[Any]]]) -> None
         axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, panel.unit)))
     if found:
-        axis.legend(loc=place, frameon=False, fontsize=7.5, ncols=2, handlelength=1.2, borderaxespad=0.1)
+        axis.legend(
+            loc=place, frameon=False, fontsize=6.8, ncols=2, handlelength=1.0, columnspacing=1.0, borderaxespad=0.1
+        )
     if found and panel.limit is None:
         low, high = axis.get_ylim()  # room for the legend
         axis.set_ylim(low, high * (high / low) ** 0.35 if panel.log else low + (high - low) * 1.3)
@@ -232,11 +232,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--prometheus", required=True, help="its address")
     parser.add_argument("--minutes", type=float, help="how far back (default: to the server's first scrape)")
-    parser.add_argument("--rate", default="60s", help="window of rates, at least four scrape intervals")
+    parser.add_argument("--until", type=float, help="end of the picture in unix seconds (default: now)")
+    parser.add_argument("--rate", help="window of rates, at least four scrape intervals (default: 30s or 60s)")
     parser.add_argument("--out", type=Path, default=Path("docs/images/dashboard.png"))
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(Remote(options.prometheus), options.out, minutes=options.minutes, rate=options.rate)
+    draw(Remote(options.prometheus), options.out, minutes=options.minutes, end_s=options.until, rate=options.rate)
     return 0
 
 

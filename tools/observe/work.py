@@ -15,6 +15,7 @@ from tools.observe.client import Client, zip_of
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("engine/kv_store/*.py", "service/queue/*.py")
 PROSE = ("README.md", "ARCHITECTURE.md", "docs/http.md")
+PROSE_CHARS = 38_000
 CODE_CHARS = 34_000  # about 9,500 tokens: the last of them are attended sparsely
 QUESTIONS = (
     "What are the parameters of the function set_policy?",
@@ -67,6 +68,11 @@ class Work:
         for number in itertools.count(1):
             if time.monotonic() >= ends_at:
                 return
+            if number % 5 == 1:
+                long = self._client.upload(f"pages-{number}.zip", zip_of(pages(draw)), kind="bundle")
+                known.append(long)
+                self._client.wait(long)
+                yield "read a long bundle"
             start, size = draw.randrange(len(text) // 2), draw.choice((1500, 4000, 9000, 16_000))
             known.append(self._client.upload(f"part-{number}.txt", text[start : start + size].encode()))
             self._client.wait(known[-1])
@@ -95,6 +101,14 @@ class Work:
         except httpx.HTTPStatusError as error:
             return f"asked: {error.response.status_code}, {error.response.json()['error']['message']}"
         return f"asked: first token after {foreword['ttft_s']:.2f} s ({foreword['cache_state']})"
+
+
+def pages(draw: random.Random) -> dict[str, str]:
+    """This repository's documentation as a bundle of PROSE_CHARS, another one each time."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
+    start = draw.randrange(max(1, len(text) - PROSE_CHARS))
+    half = PROSE_CHARS // 2
+    return {"first.md": text[start : start + half], "second.md": text[start + half : start + PROSE_CHARS]}
 
 
 def source() -> dict[str, str]:
