@@ -41,6 +41,8 @@ SLICES = Path(__file__).with_name("results") / "chaos.json"
 COMMAND = "make chaos"
 LEASE_S = 2.0
 WINDOW_S = 3.0  # so long a fault waits for its victim to be inside something
+STALL_S = 0.5
+LATE_S = 2.0
 WINDOWS = ("prefill", "ingest", "commit")
 FAULTS = {"worker": 0.76, "api": 0.06, "redis": 0.05, "network": 0.07, "pause": 0.06}
 SETTLE_S = 90.0  # so long everything that was accepted may take to end behind the last fault
@@ -132,8 +134,19 @@ class Chaos:
         self.accepted: dict[str, float] = {}
         self.answers: Counter[str] = Counter()
         self._stop = threading.Event()
+        self._watch = threading.Thread(target=self._watch_machine, daemon=True)
+        self._watch.start()
         self._number = 0
         self._lock = threading.Lock()
+
+    def _watch_machine(self) -> None:
+        """Times when this program, and so the machine, stood still: what is timed then says nothing."""
+        while not self._stop.is_set():
+            before = time.monotonic()
+            time.sleep(0.05)
+            if time.monotonic() - before > STALL_S:
+                self.troubles.append((before, time.monotonic()))
+                self.counts["stalls of the machine"] += 1
 
     def _member(self, kind: str, name: str, *, behind: bool, place: str | None = None) -> Forked:
         port = free_port()
@@ -355,15 +368,25 @@ class Chaos:
         return {name.decode(): value.decode() for name, value in self.redis.client.hgetall(key).items()}
 
     def _takeover_times(self) -> list[float]:
-        """From a kill to the next claim of what was killed, less the lease; Redis was there all the while."""
+        """From a kill to the next claim of what was killed, less the lease, where machine and Redis were there."""
         times = []
         for job, killed_at, process in self.takeovers:
             taken_at = self.trace.taken_over_at(job, killed_at, process)
-            if taken_at is None:  # its commit had gone through
+            if taken_at is None:  # its commit had gone through, say
                 continue
             if not any(begin < taken_at and killed_at < end for begin, end in self.troubles):
                 times.append(round(taken_at - killed_at - LEASE_S, 3))
+                if times[-1] > LATE_S:
+                    self._tell(job, killed_at, taken_at)
         return times
+
+    def _tell(self, job: str, killed_at: float, taken_at: float) -> None:
+        """All that is known of a late takeover."""
+        print(f"{job} was taken over late, {taken_at - killed_at:.2f} s behind the kill:", file=sys.stderr)
+        for line in self.trace.lines:
+            if killed_at - 1 < line.at < taken_at + 0.1:
+                mark = "*" if line.job == job else " "
+                print(f" {mark} {line.at - killed_at:+.3f} {line.process} {line.event} {line.job}", file=sys.stderr)
 
     def close(self) -> None:
         self._stop.set()

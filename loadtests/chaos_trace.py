@@ -12,6 +12,7 @@ class Line:
     event: str  # claimed | committing | committed | refused | left
     kind: str
     job: str
+    attempt: int
 
 
 @dataclass
@@ -33,8 +34,8 @@ class Trace:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for text in whole.decode().splitlines():
-            at, process, event, kind, job = text.split()
-            line = Line(float(at), int(process), event, kind, job)
+            at, process, event, kind, job, attempt = text.split()
+            line = Line(float(at), int(process), event, kind, job, int(attempt))
             self.lines.append(line)
             jobs = self._open.setdefault(line.process, {})
             if event == "claimed":
@@ -53,8 +54,10 @@ class Trace:
         self._open.pop(process, None)
 
     def taken_over_at(self, job: str, after: float, process: int) -> float | None:
-        """When another process claimed it again."""
+        """When another process claimed it again; None where it didn't, or where the claim behind the kill left no line
+        (its process was killed between the two)."""
+        attempt = max(line.attempt for line in self.lines if line.job == job and line.process == process)
         for line in self.lines:
             if line.job == job and line.event == "claimed" and line.at > after and line.process != process:
-                return line.at
+                return line.at if line.attempt == attempt + 1 else None
         return None

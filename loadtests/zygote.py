@@ -23,7 +23,7 @@ TRACE, LINGER_S, ENGINE = "CHAOS_TRACE", "CHAOS_LINGER_S", "CHAOS_ENGINE"
 
 
 class TracedQueue(RedisQueue):
-    """Writes `<monotonic seconds> <process> <event> <kind> <job>`; an append of a short line is never torn."""
+    """Writes `<monotonic seconds> <process> <event> <kind> <job> <attempt>`; appending a short line is never torn."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -31,7 +31,7 @@ class TracedQueue(RedisQueue):
         self._linger_s = float(os.environ[LINGER_S])
 
     def _trace(self, event: str, job: Job) -> None:
-        line = f"{time.monotonic():.6f} {os.getpid()} {event} {job.kind} {job.id}\n"
+        line = f"{time.monotonic():.6f} {os.getpid()} {event} {job.kind} {job.id} {job.attempts}\n"
         os.write(self._trace_file, line.encode())
 
     def _linger(self) -> None:
