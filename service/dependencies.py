@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
+from anyio import CapacityLimiter
 from fastapi import Depends
 from starlette.requests import Request
 
@@ -29,6 +30,7 @@ from service.traces import Traces
 from service.uploads import UploadStore
 from service.webhook_sender import Sender
 
+STATUS_THREADS = 4
 MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
 _SURROGATE = re.compile(r"\\u[dD]")
 
@@ -62,6 +64,7 @@ class Services:
     background: Background
     sender: Sender
     traces: Traces = field(default_factory=Traces)
+    status_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(STATUS_THREADS))
     reader: str = field(default_factory=lambda: f"api-{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}")
     answer_readers: Counter[str] = field(default_factory=Counter)  # job id → responses of this process that follow it
 

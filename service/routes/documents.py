@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from anyio import to_thread
 from fastapi import APIRouter, Header, Query
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from service.citations import folder_of, places
-from service.dependencies import JsonDep, Services, ServicesDep, TenantDep
+from service.dependencies import JsonDep, Services, ServicesDep, TenantDep, get_services, get_tenant
 from service.documents.base import DocumentRecord, FileRecord
 from service.errors import NotFound, NotReady
 from service.exchange import respond
@@ -67,8 +67,14 @@ def list_documents(
 
 
 @router.get("/{any_id}")
-def retrieve_document(any_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
-    return document_view(services, get_handle(services, tenant, any_id))
+async def retrieve_document(any_id: str, request: Request) -> Response:
+    """Asked most of all: by few threads, since more would only take turns, and without a second look at the answer."""
+    services, tenant = get_services(request), get_tenant(request)
+
+    def view() -> dict[str, Any]:
+        return document_view(services, get_handle(services, tenant, any_id))
+
+    return JSONResponse(await to_thread.run_sync(view, limiter=services.status_threads))
 
 
 @router.patch("/{any_id}")
