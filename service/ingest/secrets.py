@@ -22,20 +22,11 @@ KNOWN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
     ("api_key", ("pypi-", "sg."), re.compile(r"\b(?:pypi-[A-Za-z0-9_-]{50,}|SG\.[\w-]{20,}\.[\w-]{40,})")),
     ("jwt", ("eyj",), re.compile(r"\beyJ[A-Za-z0-9_-]{15,}\.eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{20,}")),
 )
-# The password in an address; in an assignment where a text stands in quotes, however plain it is.
-PLAIN: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
-    (
-        "url_password",
-        ("://",),
-        re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://[^\s:/@\"'<>]{1,64}:(?P<value>[^\s:/@\"'<>]{4,128})@"),
-    ),
-    (
-        "password",
-        ("passw", "pwd"),
-        re.compile(
-            r"(?i)(?:passw(?:or)?d|passwd|pwd)[\"']?\s{0,4}(?:=>|:=|[=:])\s{0,4}([\"'])(?P<value>[^\s\"']{8,128})\1"
-        ),
-    ),
+# Passwords however plain they are: in an address; in an assignment where a text stands in quotes. Each expression
+# begins with its telling word, so that nothing is tried elsewhere.
+URL_PASSWORD = re.compile(r"://[^\s:/@\"'<>]{1,64}:(?P<value>[^\s:/@\"'<>]{4,128})@")
+PASSWORD = re.compile(
+    r"(?:passw(?:or)?d|pwd)[\"']?\s{0,4}(?:=>|:=|[=:])\s{0,4}(?P<quote>[\"'])(?P<value>[^\s\"']{8,128})(?P=quote)"
 )
 PRIVATE_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
 MAX_KEY_CHARS = 16_000
@@ -68,15 +59,17 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
         if any(hint in lower for hint in hints):
             for found in pattern.finditer(text):
                 yield kind, found.start(), found.end()
-    for kind, hints, pattern in PLAIN:
-        if any(hint in lower for hint in hints):
-            for found in pattern.finditer(text):
-                if _may_be_password(found["value"]):
-                    yield kind, found.start("value"), found.end("value")
-    if not any(hint in lower for hint in ASSIGNED_HINTS):
-        return
     if len(lower) != len(text):
         return  # a letter whose lower case is longer: offsets would not fit
+    plain = [("url_password", URL_PASSWORD)] if "://" in lower and "@" in lower else []
+    if "passw" in lower or "pwd" in lower:
+        plain.append(("password", PASSWORD))
+    for kind, pattern in plain:
+        for found in pattern.finditer(lower):
+            if _may_be_password(found["value"]):
+                yield kind, found.start("value"), found.end("value")
+    if not any(hint in lower for hint in ASSIGNED_HINTS):
+        return
     for found in ASSIGNED.finditer(lower):
         if _looks_random(text[found.start("value") : found.end("value")]):
             yield "assigned_secret", found.start("value"), found.end("value")
