@@ -4,6 +4,7 @@
 """
 
 import argparse
+import io
 import math
 import sys
 import time
@@ -22,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.dates import DateFormatter, date2num
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LinearLocator
+from PIL import Image
 
 from tools.dashboard.panel import Panel
 from tools.dashboard.panels import PANELS, VARIABLES
@@ -80,7 +82,7 @@ def draw(
     """Draw the panels `titles` to the PNG `out`, over the last `minutes` (None: since the server's first scrape)."""
     end_s = end_s or time.time()
     start_s = end_s - 60 * minutes if minutes is not None else first_scrape(source, end_s)
-    rate = rate or ("60s" if end_s - start_s > 300 else "30s")
+    rate = rate or ("2m" if end_s - start_s > 600 else "60s")
     panels = [panel for title in titles for panel in PANELS if panel.title == title]
     rows = math.ceil(len(panels) / COLUMNS)
     plt.rcParams.update({"font.family": "sans-serif", "font.size": 8, "text.color": INK, "axes.labelcolor": INK})
@@ -93,8 +95,11 @@ def draw(
     day = datetime.fromtimestamp(end_s, UTC)
     figure.suptitle(f"Foreword, {day:%Y-%m-%d}, UTC", x=0.012, y=0.995, ha="left", va="top", fontsize=9, weight="bold")
     figure.tight_layout(rect=(0, 0, 1, 1.0), h_pad=1.2, w_pad=1.0)
-    figure.savefig(out, dpi=DPI, facecolor=PAPER, pil_kwargs={"optimize": True})
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=DPI, facecolor=PAPER)
     plt.close(figure)
+    with Image.open(buffer) as picture:
+        picture.convert("RGB").quantize(256).save(out, optimize=True)
 
 
 def first_scrape(source: Source, end_s: float) -> float:
@@ -233,7 +238,7 @@ def main() -> int:
     parser.add_argument("--prometheus", required=True, help="its address")
     parser.add_argument("--minutes", type=float, help="how far back (default: to the server's first scrape)")
     parser.add_argument("--until", type=float, help="end of the picture in unix seconds (default: now)")
-    parser.add_argument("--rate", help="window of rates, at least four scrape intervals (default: 30s or 60s)")
+    parser.add_argument("--rate", help="window of rates, at least four scrape intervals (default: 60s or 2m)")
     parser.add_argument("--out", type=Path, default=Path("docs/images/dashboard.png"))
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
