@@ -45,25 +45,24 @@ def open_api(settings: Settings, model: ServedModel, stack: ExitStack) -> ApiBac
     assert settings.redis_url is not None
     client = open_client(settings.redis_url, decode_responses=True)
     stack.callback(client.close)
-    fleet = Fleet(store)
+    fleet = Fleet(store, model)
     joining = Joining(store, settings.files_dir, secret)
     queue = RedisQueue(store)
     stack.callback(queue.close)
 
     def tick() -> None:
+        """Until it has joined; whoever is refused now, and not at the start, serves nothing and says why."""
         if joining.joined:
             return
         try:
             joining.join()
-            fleet.check(model)
-        except (ClusterRefused, FleetDiffers, RedisRefused) as error:
-            log.critical("%s", error)
-        except QueueUnavailable as error:
+            fleet.check()
+        except (ClusterRefused, FleetDiffers, QueueUnavailable) as error:
             joining.say(error)
 
     try:
         joining.join()
-        fleet.check(model)
+        fleet.check()
     except RedisRefused:
         raise
     except QueueUnavailable as error:
@@ -122,11 +121,11 @@ class Joining:
         self.joined = True
         log.info("Redis %s at %s, files in %s", server["redis_version"], self._store.url, self._files_dir)
 
-    def say(self, error: QueueUnavailable) -> None:
+    def say(self, error: Exception) -> None:
         """Now and then."""
         if time.monotonic() - self._said_at >= SAY_S:
             self._said_at = time.monotonic()
-            log.error("%s; it is tried again every %.0f s", error, AGAIN_S)
+            log.error("%s; it is tried again", error)
 
     def _check_server(self, version: str) -> None:
         if int(version.partition(".")[0]) < LEAST_VERSION:

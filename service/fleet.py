@@ -53,10 +53,13 @@ class Identity:
 
 def differing(mine: Identity, fleet: Identity, who: str) -> FleetDiffers:
     """Names what differs."""
-    ours, theirs = json.loads(mine.text()), json.loads(fleet.text())
-    ours, theirs = {**ours, **ours.pop("digests")}, {**theirs, **theirs.pop("digests")}
+    ours, theirs = (
+        {"model": one.model, "tokenizer": one.tokenizer}
+        | {f"digest of {name}": one.digests[name] for name in one.digests}
+        for one in (mine, fleet)
+    )
     names = [name for name in ours if ours[name] != theirs.get(name)]
-    shown = "; ".join(f"{name} is {ours[name][:24]} here and {str(theirs.get(name))[:24]} there" for name in names)
+    shown = "; ".join(f"{name} is {ours[name][:24]} here and {theirs.get(name, 'none')[:24]} there" for name in names)
     return FleetDiffers(f"refused: {shown} (worker {who}). All workers of one Redis serve one model in one way")
 
 
@@ -128,14 +131,17 @@ class FleetMember:
 class Fleet:
     """The API's side. Implements service.backend.WorkersSeen."""
 
-    def __init__(self, store: RedisStore) -> None:
+    def __init__(self, store: RedisStore, model: ServedModel) -> None:
+        """`model` is the API's own: workers that serve another are none to it."""
         self._store = store
+        self._model, self._tokenizer = model.id, model.prompts.tokenizer.digest
         self._looked_at = -LOOK_S
         self._identity: Identity | None = None
         self._living: list[dict[str, Any]] = []
 
     def seen(self) -> bool:
-        return bool(self._look()[1])
+        identity, living = self._look()
+        return bool(living) and identity is not None and self._mine(identity) == identity
 
     def names(self) -> list[str]:
         """Of the workers that live, as jobs name them."""
@@ -145,14 +151,18 @@ class Fleet:
         identity, living = self._look()
         return identity.digests.get(fidelity) if identity is not None and living else None
 
-    def check(self, model: ServedModel) -> None:
+    def check(self) -> None:
         """Raises FleetDiffers where living workers serve another model, QueueUnavailable."""
         self._read()
         if self._identity is None or not self._living:
             return
-        mine = Identity(model.id, model.prompts.tokenizer.digest, self._identity.digests)
+        mine = self._mine(self._identity)
         if mine != self._identity:
             raise differing(mine, self._identity, self._living[0]["worker"])
+
+    def _mine(self, fleet: Identity) -> Identity:
+        """What the fleet would have in common if it served this API's model."""
+        return Identity(self._model, self._tokenizer, fleet.digests)
 
     def disk_bytes(self) -> int:
         """KV on all sites with a living worker."""

@@ -16,4 +16,11 @@ for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key('worker_seen'), '-inf', st
   redis.call('ZREM', key('worker_seen'), dead)
   redis.call('HDEL', key('workers'), dead)
 end
+for _, site in ipairs(redis.call('ZRANGEBYSCORE', key('sites'), '-inf', stamp(now - SITE_KEPT_S))) do
+  for _, holder in ipairs(redis.call('SMEMBERS', key('kv_of', site))) do
+    redis.call('HDEL', key('kv_at', holder), site)
+  end
+  redis.call('ZREM', key('sites'), site)
+  redis.call('DEL', key('kv_of', site), key('garbage_at', site))
+end
 return {'ok'}

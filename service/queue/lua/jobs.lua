@@ -8,6 +8,7 @@ local LOOK_AHEAD = 16    -- jobs of a line that are looked at for one that this 
 local AFFINITY_S = 2     -- so long a job waits for the worker that holds its KV
 local SEEN_S = 10        -- service.presence
 local FORGOTTEN_S = 3600 -- a worker that was last seen so long ago
+local SITE_KEPT_S = 30 * 86400
 local EVENTS_KEPT_S = 86400
 local NEWS_KEPT = 4096
 local GROUP = 'workers'
@@ -52,15 +53,24 @@ local function offer(kind)
   redis.call('XADD', stream, '*', 'waiting', '1')
 end
 
+-- An entry; a new one where somebody has cleared the stream.
 local function deliver(kind, consumer)
   local stream = key('queue', kind)
-  local got = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', 1, 'STREAMS', stream, '>')
+  local got = redis.call('EXISTS', stream) == 1
+    and redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', 1, 'STREAMS', stream, '>')
+  if not got then
+    offer(kind)
+    got = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', 1, 'STREAMS', stream, '>')
+  end
   return got[1][2][1][1]
 end
 
 -- What is done is trimmed from the front and never deleted by its id: behind a deleted entry Redis can't tell the lag.
 local function settle(kind, entry)
   local stream = key('queue', kind)
+  if redis.call('EXISTS', stream) == 0 then
+    return
+  end
   redis.call('XACK', stream, GROUP, entry)
   local oldest = redis.call('XPENDING', stream, GROUP)[2]
   if not oldest then
