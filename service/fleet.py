@@ -53,14 +53,15 @@ class Identity:
 
 def differing(mine: Identity, fleet: Identity, who: str) -> FleetDiffers:
     """Names what differs."""
-    ours, theirs = (
-        {"model": one.model, "tokenizer": one.tokenizer}
-        | {f"digest of {name}": one.digests[name] for name in one.digests}
-        for one in (mine, fleet)
-    )
+    ours, theirs = _flat(mine), _flat(fleet)
     names = [name for name in ours if ours[name] != theirs.get(name)]
-    shown = "; ".join(f"{name} is {ours[name][:24]} here and {theirs.get(name, 'none')[:24]} there" for name in names)
+    shown = "; ".join(f"{name} is {ours[name][:24]} here and {theirs.get(name, '')[:24]} there" for name in names)
     return FleetDiffers(f"refused: {shown} (worker {who}). All workers of one Redis serve one model in one way")
+
+
+def _flat(identity: Identity) -> dict[str, str]:
+    digests = {f"digest of {fidelity}": digest for fidelity, digest in identity.digests.items()}
+    return {"model": identity.model, "tokenizer": identity.tokenizer, **digests}
 
 
 def site_of(data_dir: Path) -> str:
