@@ -124,7 +124,7 @@ def fill(data_dir: Path) -> None:
     database.close()
 
 
-def handle(number: int, now: float, document_id: str) -> FileRecord:
+def handle(number: int, now: float, document_id: str | None) -> FileRecord:
     return FileRecord(
         id=f"file-{number:024x}",
         tenant="local",

@@ -19,12 +19,12 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 FOLDERS = ("engine/*.py", "engine/kv_store/*.py", "engine/sparse/*.py", "service/queue/*.py", "service/stages/*.py")
-MAX_CHARS = 110_000  # about 30,000 tokens
+MAX_CHARS = 70_000  # about 20,000 tokens
 QUESTIONS = (
     "What are the parameters of the function resolve_model?",
     "What are the parameters of the function set_policy?",
 )
-SIZE = {"width": 1440, "height": 900}
+SIZE = {"width": 1440, "height": 960}
 MAX_BYTES = 300_000
 READ_MS = 600_000
 
@@ -66,7 +66,7 @@ def read_and_ask(page: Page, url: str) -> None:
         expect(turn.locator(".answer-status")).to_contain_text("from KV", timeout=READ_MS)
     page.locator(".sources .cite").last.click()
     expect(page.locator(".reader mark").first).to_be_visible()
-    page.mouse.move(5, 890)
+    page.mouse.move(5, 950)
 
 
 def pictures(browser: Browser, url: str, folder: Path) -> None:

@@ -121,7 +121,7 @@ export async function patiently(work, { signal, waiting = () => {} } = {}) {
       if (error.name === "Unreachable") {
         waiting(error);
         await untilReachable(signal);
-      } else if (error.status === 429 || (error.status === 503 && error.retryAfter)) {
+      } else if (error.code === "rate_limit_exceeded" || error.code === "request_in_progress" || (error.status === 503 && error.retryAfter)) {
         waiting(error);
         await pause(1000 * (error.retryAfter ?? 1), signal);
       } else {

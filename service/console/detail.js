@@ -87,15 +87,14 @@ export class Detail {
 
   #facts(view) {
     const fact = (term, value, note) => el("div", { class: "fact" }, el("dt", {}, term), el("dd", {}, value, note ? el("span", { class: "fact-note" }, note) : null));
-    const { recall } = view;
     const stored = Object.values(view.kv_bytes).reduce((a, b) => Math.max(a, b), 0);
     const measured = view.state === "ready";
     this.facts.hidden = view.num_tokens === null;
     this.facts.replaceChildren(
       ...[
         view.num_tokens === null ? null : fact("Tokens", count(view.num_tokens), bytes(view.bytes)),
-        !measured ? null : recall ? fact("Recall", share(recall.mean), `p5 ${share(recall.p5)} · worst ${share(recall.worst)}${recall.below_target ? " · below target" : ""}`) : fact("Recall", "100 %", "read densely"),
-        view.density === null ? null : fact("Density", share(view.density), "of all attention computed"),
+        measured ? recallFact(view, fact) : null,
+        view.density === null || fromStore(view) ? null : fact("Density", share(view.density), "of all attention computed"),
         measured ? fact("KV", { none: "none", stale: "stale", stored: bytes(stored) }[view.kv], { none: "the next question reads it again", stale: "the model has changed", stored: view.pin ? "kept, pinned" : "kept" }[view.kv]) : null,
         view.stage_seconds.prefill === undefined ? null : fact("Read in", seconds(view.stage_seconds.prefill), `${view.fidelity} · ${when(view.created_at)}`),
       ].filter(Boolean),
@@ -159,6 +158,18 @@ export class Detail {
     announce(cancelling ? "Cancelled; what was uploaded is removed" : "Deleted");
     this.gone(this.id);
   }
+}
+
+/** All of its KV was there already: this read computed, and measured, nothing. */
+const fromStore = (view) => view.cached_tokens > 0 && view.cached_tokens >= view.prefix_tokens;
+
+function recallFact(view, fact) {
+  const { recall } = view;
+  if (recall) {
+    const short = recall.below_target ? " · below target" : "";
+    return fact("Recall", share(recall.mean), `p5 ${share(recall.p5)} · worst ${share(recall.worst)}${short}`);
+  }
+  return view.cached_tokens > 0 ? fact("Recall", "–", "KV from the store") : fact("Recall", "100 %", "read densely");
 }
 
 async function sure(view) {

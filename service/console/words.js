@@ -29,6 +29,8 @@ const NEXT = {
   needs_ocr: ["Its pages are pictures without text.", "Run text recognition on it, then drop the result."],
   no_text: ["There is no text in it.", "If it is a scan, run text recognition on it first."],
   out_of_memory: ["The worker ran out of memory.", "Split the document, or try again when less is running."],
+  request_in_progress: ["The server still works on the first try.", "This page waits for it to end."],
+  insufficient_quota: ["This key has used up what it may keep here.", "Delete documents that are no longer needed, then try again."],
   storage_full: ["The server has no room left.", "Delete documents that are no longer needed, then try again."],
   tokenizer_changed: ["The server now runs another model than the one that read this document.", "Drop the document again."],
   too_many_entries: ["The archive holds too many files.", "Pack only those that should be read."],
