@@ -13,7 +13,7 @@ import json
 import mmap
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,7 @@ GAP = rb"(?:\s|\xc2\xa0|\[(?:page|slide|sheet|chapter) [^\]\n]{1,200}\]\n)+"
 BREAK = rb"(?:\xc2\xad|(?:-|\xe2\x80\x90)[ \t]*\r?\n\s*)?"
 BROKEN_WORD = re.compile(r"(?<=\w)[-\u2010\u00ad]\s*(?=\w)")
 MAYBE_BROKEN = "\0"
+CHUNK_CHARS = 200
 ALIKE = {
     **dict.fromkeys("'\u2018\u2019\u201a\u2032", "['\u2018\u2019\u201a\u2032]"),
     **dict.fromkeys('"\u201c\u201d\u201e\u2033', '["\u201c\u201d\u201e\u2033]'),
@@ -128,9 +129,16 @@ class DocumentIndex:
             yield found.start(), found.end()
 
     def _unbroken(self, text: str) -> Iterator[tuple[int, int]]:
-        words = [_unbroken_word(word) for word in BROKEN_WORD.sub(MAYBE_BROKEN, text).split()]
-        for found in re.finditer(GAP.join(words), self._text):
-            yield found.start(), found.end()
+        first, *rest = _chunks(BROKEN_WORD.sub(MAYBE_BROKEN, text).split())
+        for found in re.finditer(_unbroken_words(first), self._text):
+            end = found.end()
+            for chunk in rest:
+                goes_on = re.compile(GAP + _unbroken_words(chunk)).match(self._text, end)
+                if goes_on is None:
+                    break
+                end = goes_on.end()
+            else:
+                yield found.start(), end
 
     def _places(self, spans: Iterator[tuple[int, int]], limit: int) -> list[Place]:
         out: list[Place] = []
@@ -170,6 +178,20 @@ def _forgiving_word(word: str) -> bytes:
 
 def _forgiving_char(char: str) -> bytes:
     return (ALIKE_GROUPS.get(char) or re.escape(char)).encode("utf-8", "replace")
+
+
+def _chunks(words: Sequence[str]) -> list[list[str]]:
+    """Words in groups of at most CHUNK_CHARS characters: one expression for a whole long quote is slow to compile."""
+    chunks: list[list[str]] = [[]]
+    for word in words:
+        if chunks[-1] and sum(map(len, chunks[-1])) + len(word) > CHUNK_CHARS:
+            chunks.append([])
+        chunks[-1].append(word)
+    return chunks
+
+
+def _unbroken_words(words: Sequence[str]) -> bytes:
+    return GAP.join(map(_unbroken_word, words))
 
 
 def _unbroken_word(word: str) -> bytes:

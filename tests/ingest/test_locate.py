@@ -89,6 +89,16 @@ def test_words_broken_by_hyphens_are_found(read: Read) -> None:
     assert verify_quote(document.folder, "full response") is None
 
 
+def test_a_long_quote_with_broken_words_is_found_whole(read: Read) -> None:
+    words = [f"clause{i} of the agree-\nment" for i in range(60)]
+    document = read({"a.txt": "Before.\n" + " ".join(words) + "\n"}, kind="bundle")
+    quote = " ".join(words).replace("agree-\nment", "agreement")
+    place = verify_quote(document.folder, quote)
+    assert place is not None
+    assert document.slice(place.token_start, place.token_end).split() == " ".join(words).split()
+    assert verify_quote(document.folder, quote.replace("clause59", "clause60")) is None
+
+
 @pytest.mark.parametrize("text", ["a-\n" + " " * 300_000 + "b ", "a" * 300_000, "a-\n" * 100_000, "[page 1" * 50_000])
 def test_a_hostile_document_does_not_slow_the_search_down(read: Read, text: str) -> None:
     document = read({"a.txt": text}, kind="bundle")
