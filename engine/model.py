@@ -42,7 +42,7 @@ class Model:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden]
     head: torch.Tensor  # [vocabulary, hidden]; the embedding itself where tied
-    inverse_frequencies: torch.Tensor  # [head_dim / 2] float32
+    inverse_frequencies: torch.Tensor  # [rotary_dim / 2] float32
     rope_factor: float
     interleaved: bool  # the channels of q and k are ordered so that a rotary pair is adjacent
     weights_digest: str
@@ -65,36 +65,44 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     files = _files(folder)
     reader = _Reader(files, dtype, place)
     # On a CPU adjacent pairs are complex numbers, turned by one multiplication; q·k doesn't see the order of channels.
-    interleaved = place.type == "cpu"
+    reordered = place.type == "cpu" and not spec.adjacent_pairs
     try:
-        layers = tuple(_layer(reader.take, spec, index, interleaved) for index in range(spec.num_layers))
+        layers = tuple(_layer(reader.take, spec, index, reordered) for index in range(spec.num_layers))
         embedding = reader.take("model.embed_tokens.weight", spec.vocabulary, spec.hidden)
         norm = reader.take("model.norm.weight", spec.hidden)
         head = embedding if spec.tied_embeddings else reader.take("lm_head.weight", spec.vocabulary, spec.hidden)
     finally:
         reader.close()
-    inverse, factor = frequencies(spec.rope, spec.head_dim, place)
-    return Model(spec, embedding, layers, norm, head, inverse, factor, interleaved, _digest(files))
+    inverse, factor = frequencies(spec.rope, spec.rotary_dim, place)
+    adjacent = reordered or spec.adjacent_pairs
+    return Model(spec, embedding, layers, norm, head, inverse, factor, adjacent, _digest(files))
 
 
-def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, interleaved: bool) -> LayerWeights:
+def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, reordered: bool) -> LayerWeights:
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     rows = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    gate_up = ("gate_proj", "up_proj")
 
     def projection(kind: str, *shape: int) -> torch.Tensor:
-        parts = [take(f"{attention}{name}.{kind}", size, *shape) for name, size in rows]
-        if interleaved:
-            parts[:2] = (_interleave(part, spec.head_dim) for part in parts[:2])
+        if spec.fused_qkv:
+            parts = list(take(f"{attention}qkv_proj.{kind}", q + 2 * kv, *shape).split((q, kv, kv)))  # type: ignore[no-untyped-call]
+        else:
+            parts = [take(f"{attention}{name}.{kind}", size, *shape) for name, size in rows]
+        if reordered:
+            parts[:2] = (_interleave(part, spec.head_dim, spec.rotary_dim) for part in parts[:2])
         return torch.cat(parts)
+
+    def gate_up(kind: str, *shape: int) -> torch.Tensor:
+        if spec.fused_gate_up:
+            return take(f"{mlp}gate_up_proj.{kind}", 2 * spec.intermediate, *shape)
+        return torch.cat([take(f"{mlp}{name}_proj.{kind}", spec.intermediate, *shape) for name in ("gate", "up")])
 
     def head_norm(name: str) -> torch.Tensor | None:
         if not spec.qk_norm:
             return None
         weight = take(f"{attention}{name}.weight", spec.head_dim)
-        return _interleave(weight, spec.head_dim) if interleaved else weight
+        return _interleave(weight, spec.head_dim, spec.rotary_dim) if reordered else weight
 
     return LayerWeights(
         input_norm=take(prefix + "input_layernorm.weight", spec.hidden),
@@ -105,19 +113,18 @@ def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, inter
         out=take(attention + "o_proj.weight", spec.hidden, q),
         out_bias=take(attention + "o_proj.bias", spec.hidden) if spec.out_bias else None,
         mlp_norm=take(prefix + "post_attention_layernorm.weight", spec.hidden),
-        gate_up=torch.cat([take(f"{mlp}{name}.weight", spec.intermediate, spec.hidden) for name in gate_up]),
-        gate_up_bias=torch.cat([take(f"{mlp}{name}.bias", spec.intermediate) for name in gate_up])
-        if spec.mlp_bias
-        else None,
+        gate_up=gate_up("weight", spec.hidden),
+        gate_up_bias=gate_up("bias") if spec.mlp_bias else None,
         down=take(mlp + "down_proj.weight", spec.hidden, spec.intermediate),
         down_bias=take(mlp + "down_proj.bias", spec.hidden) if spec.mlp_bias else None,
     )
 
 
-def _interleave(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder each head's output channels [heads * head_dim, ...] from halves to adjacent pairs."""
-    halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+def _interleave(weight: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Reorder each head's rotated output channels [heads * head_dim, ...] from halves to adjacent pairs."""
+    heads = weight.reshape(-1, head_dim, *weight.shape[1:])
+    halves = heads[:, :rotary_dim].unflatten(1, (2, rotary_dim // 2))
+    return torch.cat((halves.transpose(1, 2).flatten(1, 2), heads[:, rotary_dim:]), 1).reshape(weight.shape)
 
 
 def _files(folder: Path) -> list[Path]:

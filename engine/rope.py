@@ -7,10 +7,10 @@ import torch
 from engine.spec import RopeSpec
 
 
-def frequencies(rope: RopeSpec, head_dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [head_dim / 2] float32 and the factor on cos and sin, as transformers defines them."""
-    channels = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float()
-    inverse = 1.0 / (rope.theta ** (channels / head_dim))
+def frequencies(rope: RopeSpec, rotary_dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [rotary_dim / 2] float32 and the factor on cos and sin, as transformers defines them."""
+    channels = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float()
+    inverse = 1.0 / (rope.theta ** (channels / rotary_dim))
     if rope.kind == "linear":
         return inverse / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -19,8 +19,18 @@ def frequencies(rope: RopeSpec, head_dim: int, device: torch.device) -> tuple[to
         factor = rope.attention_factor
         if factor is None:
             factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-        return _yarn(rope, head_dim, inverse), factor
+        return _yarn(rope, rotary_dim, inverse), factor
+    if rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factors, device=device)
+        return 1.0 / (factors * rope.theta ** (channels / rotary_dim)), _longrope_factor(rope)
     return inverse, 1.0
+
+
+def _longrope_factor(rope: RopeSpec) -> float:
+    """LongRoPE (Ding et al. 2024): what cos and sin are multiplied by."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions)) if rope.factor > 1 else 1.0
 
 
 def _llama3(rope: RopeSpec, inverse: torch.Tensor) -> torch.Tensor:

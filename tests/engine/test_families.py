@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import SHAPE, OpenEngine, prefill_request, random_tokens, run, save_model
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import GlmConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from engine.errors import ModelError
 from engine.interfaces import AnswerRequest, SamplingParams
@@ -28,6 +28,13 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+PHI3 = {**SHAPE, "hidden_size": 384}  # its heads are hidden / heads wide
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 24,
+    "long_factor": [1.0 + 0.25 * channel for channel in range(24)],
+}
 NO_WINDOW = {"sliding_window": None}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -40,6 +47,12 @@ FAMILIES: dict[str, Any] = {
     "mistral": lambda: MistralConfig(**SHAPE, **NO_WINDOW),
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen3": lambda: Qwen3Config(**SHAPE),
+    "yi": lambda: LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rope_theta=5e6),
+    "phi3": lambda: Phi3Config(**PHI3),
+    "phi3_longrope": lambda: Phi3Config(
+        **PHI3, original_max_position_embeddings=512, rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75}
+    ),
+    "glm": lambda: GlmConfig(**{**SHAPE, "num_attention_heads": 16, "num_key_value_heads": 1}),
 }
 
 
