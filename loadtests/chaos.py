@@ -40,11 +40,11 @@ from service.settings import Settings
 SLICES = Path(__file__).with_name("results") / "chaos.json"
 COMMAND = "make chaos"
 LEASE_S = 2.0
-WINDOW_S = 3.0  # so long a fault waits for its victim to be inside something
+WINDOW_S = 2.0  # so long a fault waits for its victim to be inside something
 STALL_S = 0.5
 LATE_S = 2.0
 WINDOWS = ("prefill", "ingest", "commit")
-FAULTS = {"worker": 0.76, "api": 0.06, "redis": 0.05, "network": 0.07, "pause": 0.06}
+FAULTS = {"worker": 0.8, "api": 0.06, "redis": 0.05, "network": 0.05, "pause": 0.04}
 SETTLE_S = 90.0  # so long everything that was accepted may take to end behind the last fault
 
 
@@ -267,7 +267,7 @@ class Chaos:
         return self.trace.inside(member.pid)
 
     def _hit_worker(self) -> None:
-        want = "commit" if self.draw.random() < 0.25 else None
+        want = "commit" if self.draw.random() < 0.2 else None
         if want is None:
             time.sleep(self.draw.random() * 0.3)
         victim = self._await_window(self.workers, want)
@@ -302,7 +302,7 @@ class Chaos:
         began = time.monotonic()
         self.proxy.cut()
         self._count("network", set(self._inside(self.workers[0]).values()))
-        time.sleep(self.draw.random() * 1.5 * LEASE_S)
+        time.sleep(self.draw.random() * 1.2 * LEASE_S)
         self.proxy.mend()
         self.troubles.append((began, time.monotonic() + 1.0))
 

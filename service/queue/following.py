@@ -1,4 +1,7 @@
-"""Reading a job's event log to its end: look, and where there is nothing new wait for news, then look again."""
+"""Reading a job's event log to its end: look, and where there is nothing new wait for news, then look again.
+
+News that get lost on their way are the waiters' business: whoever wakes them looks for such by a timer.
+"""
 
 import asyncio
 import time
@@ -11,34 +14,29 @@ Read = Callable[[], tuple[list[Event], bool]]  # events so far unseen, and wheth
 
 
 def next_events(read: Read, waiters: Callable[[], Waiters], key: str, timeout_s: float) -> list[Event]:
-    found, more = read()
-    if found or not more or timeout_s <= 0:
-        return found
+    if timeout_s <= 0:
+        return read()[0]
     deadline = time.monotonic() + timeout_s
-    with waiters().watch(key) as news:
+    with waiters().watch(key) as news:  # before the look, so that no news falls in between
         while True:
             found, more = read()
-            left_s = deadline - time.monotonic()
-            if found or not more or left_s <= 0:
+            if found or not more or not news.wait(max(0.0, deadline - time.monotonic())):
                 return found
-            news.wait(left_s)
             news.clear()
 
 
 async def next_events_async(read: Read, waiters: Callable[[], Waiters], key: str, timeout_s: float) -> list[Event]:
-    """The same without a thread a waiter."""
-    found, more = await asyncio.to_thread(read)
-    if found or not more or timeout_s <= 0:
-        return found
+    """The same without a thread a waiter, and with one look while there is nothing new: thousands wait at once."""
+    if timeout_s <= 0:
+        return (await asyncio.to_thread(read))[0]
     deadline = time.monotonic() + timeout_s
     with waiters().watch_async(key) as news:
         while True:
             found, more = await asyncio.to_thread(read)
-            left_s = deadline - time.monotonic()
-            if found or not more or left_s <= 0:
+            if found or not more:
                 return found
             try:
-                await asyncio.wait_for(news.wait(), left_s)
+                await asyncio.wait_for(news.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                continue  # reads once more and returns
+                return []
             news.clear()

@@ -22,7 +22,7 @@ from service.queue.redis_url import open_client, shown
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "{foreword}:"
+NAMESPACE = "{foreword}:"  # begins every key; a hash tag, so that they share one slot of a cluster
 LIBRARY = ("common", "records", "jobs")
 # Refused where Redis is full; all others must go on there, since they end work or make room.
 REFUSED_WHEN_FULL = frozenset({"put", "change"})
@@ -53,17 +53,12 @@ class RedisStore:
         *,
         patience_s: float = 3.0,
         clock: Callable[[], float] | None = None,
-        namespace: str = NAMESPACE,
     ) -> None:
-        """Connects with the first command. `clock` gives unix seconds in place of Redis' own. Raises InvalidRedisUrl.
-
-        `namespace` begins every key; its hash tag puts them into one slot of a cluster.
-        """
+        """Connects when it is first used. `clock` gives unix seconds in place of Redis' own. Raises InvalidRedisUrl."""
         self.url = shown(url)
         self._client: Any = open_client(url)
         self._patience_s = patience_s
         self._clock = clock
-        self._namespace = namespace
         self._closed = False
         self._away_since: float | None = None
 
@@ -74,7 +69,7 @@ class RedisStore:
         return 0.0 if since is None else time.monotonic() - since
 
     def key(self, *parts: str) -> str:
-        return self._namespace + ":".join(parts)
+        return NAMESPACE + ":".join(parts)
 
     def now(self) -> float:
         """Unix seconds by the clock that leases go by. Raises QueueUnavailable."""
@@ -87,7 +82,7 @@ class RedisStore:
         """The reply of a script. Raises QueueUnavailable."""
         text, digest = source(script)
         time_given = "" if self._clock is None else repr(self._clock())
-        words = [self._namespace, time_given, *arguments]
+        words = [NAMESPACE, time_given, *arguments]
 
         def send(client: Any) -> Any:
             try:
