@@ -63,16 +63,20 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Raises AddressRefused, OSError, httpcore.ConnectError."""
+        """To the first address that answers. Raises AddressRefused, OSError, httpcore.ConnectError, ConnectTimeout."""
         known = literal(host)
         addresses = [str(known)] if known is not None else await self._resolve(host, port)
         for address in addresses:
             judged = literal(address)
             if judged is None or not (self._allow_private or is_public(judged)):
                 raise AddressRefused(f"{host} leads to {address}, which is no public address")
-        if not addresses:
-            raise httpcore.ConnectError(f"{host} has no address")
-        return await self._inner.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+        failure: Exception = httpcore.ConnectError(f"{host} has no address")
+        for address in addresses:
+            try:
+                return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
 
     async def connect_unix_socket(
         self,

@@ -11,7 +11,7 @@ from service.documents.base import FileRecord, UnknownRecord
 from service.errors import InvalidRequest
 from service.intake import get_file
 from service.queue.base import UnknownJob
-from service.sse import HEARTBEAT_S, comment, event
+from service.sse import KEEPALIVE_S, comment, event
 from service.views import document_view, prefill_id
 
 STAGES = ("ingest", "prefill")
@@ -42,7 +42,7 @@ async def document_events(
         while not ended:
             assert job_id is not None
             try:
-                events = await services.queue.events_async(job_id, seq, timeout_s=HEARTBEAT_S)
+                events = await services.queue.events_async(job_id, seq, timeout_s=KEEPALIVE_S)
             except UnknownJob:  # finished so long ago that its log is gone
                 break
             for item in events:

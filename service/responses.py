@@ -61,8 +61,8 @@ class Responses:
         question = None if isinstance(state, Unready) else await to_thread.run_sync(question_of, services, chat, state)
         slot = draft.id if wanted.background else None
         await to_thread.run_sync(admit_answer, services.gate, request.scope, size.total, slot)
-        live = await to_thread.run_sync(self._begin, draft, data, question)
-        if wanted.background and live.stored.version == 1 and question is None:
+        live, is_new = await to_thread.run_sync(self._begin, draft, data, question)
+        if is_new and wanted.background and question is None:
             services.background.start(live.stored)
         return live
 
@@ -138,7 +138,8 @@ class Responses:
         }
         return StoredObject("response", tenant, f"resp_{name}", data, 0, now, None)
 
-    def _begin(self, draft: StoredObject, data: Json, question: Question | None) -> "Live":
+    def _begin(self, draft: StoredObject, data: Json, question: Question | None) -> tuple["Live", bool]:
+        """The response, and whether it was made now rather than by the same request, sent before."""
         services, background = self._services, data["request"]["background"]
         now = time.time()
         if question is not None:
@@ -148,12 +149,12 @@ class Responses:
             due_at = now + LEASE_S
         try:
             stored = services.objects.create("response", draft.tenant, draft.id, data, due_at=due_at)
-        except ObjectExists:  # made by the same request, sent before
+        except ObjectExists:
             stored = services.objects.get("response", draft.tenant, draft.id)
-            return Live(services, Held(services.objects, stored), drives=False)
+            return Live(services, Held(services.objects, stored), drives=False), False
         if question is not None:
             put(services, stored, question, waited=False)
-        return Live(services, Held(services.objects, stored), drives=not background)
+        return Live(services, Held(services.objects, stored), drives=not background), True
 
 
 class Live:

@@ -13,6 +13,7 @@ from starlette.types import Send
 from service.errors import InternalError, translate
 
 HEARTBEAT_S = 2.0
+KEEPALIVE_S = 15.0  # of streams that show nothing but events
 DONE = "data: [DONE]\n\n"
 T = TypeVar("T")
 
