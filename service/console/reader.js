@@ -14,7 +14,7 @@ export class Reader {
   constructor() {
     this.title = el("h2", { id: "reader-title", tabIndex: -1 });
     this.place = el("p", { class: "reader-place" });
-    this.text = el("div", { class: "reader-text", tabIndex: 0, role: "region", "aria-labelledby": "reader-title" });
+    this.text = el("div", { class: "reader-text", tabIndex: 0, role: "group", "aria-label": "Text with line numbers" });
     this.more = el("button", { type: "button", class: "quiet", onclick: () => this.#continue() }, "Show more");
     this.root = el(
       "section",
