@@ -1,6 +1,8 @@
 """The backend of several machines: Redis for jobs and records, one folder that all of them see for files."""
 
 import logging
+import os
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,14 +53,17 @@ def open_api(settings: Settings, model: ServedModel, stack: ExitStack) -> ApiBac
     stack.callback(queue.close)
 
     def tick() -> None:
-        """Until it has joined; whoever is refused now, and not at the start, serves nothing and says why."""
         if joining.joined:
             return
         try:
             joining.join()
             fleet.check()
-        except (ClusterRefused, FleetDiffers, QueueUnavailable) as error:
+        except QueueUnavailable as error:
             joining.say(error)
+        except (ClusterRefused, FleetDiffers) as error:
+            # Known only now, since Redis was away at the start: as then, this process must not take anything.
+            log.critical("%s", error)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     try:
         joining.join()
@@ -121,7 +126,7 @@ class Joining:
         self.joined = True
         log.info("Redis %s at %s, files in %s", server["redis_version"], self._store.url, self._files_dir)
 
-    def say(self, error: Exception) -> None:
+    def say(self, error: QueueUnavailable) -> None:
         """Now and then."""
         if time.monotonic() - self._said_at >= SAY_S:
             self._said_at = time.monotonic()

@@ -267,12 +267,15 @@ def test_settings_that_do_not_fit_together_are_refused(fleet: Fleet, tmp_path: P
 def test_redis_away_at_start_is_waited_for(tmp_path: Path) -> None:
     model = save_folder(tmp_path / "model", "chatml")
     redis = RedisServer(tmp_path / "redis")
-    with Cluster(tmp_path, redis.url, **FAKE, model=model) as cluster:  # type: ignore[arg-type]
+    with Cluster(tmp_path, redis.url, worker=FAKE, model=model) as cluster:
         api, worker = cluster.api("api"), cluster.worker("worker")
+        elsewhere = cluster.api("elsewhere", shared_dir=tmp_path / "elsewhere")
         until(lambda: api.answers("/livez") == 200, 60)
         assert api.answers("/readyz") == 503
         assert api.answers("/v1/files") == 503
         until(lambda: "can't be reached" in worker.log.read_text(), 60)
+        until(lambda: elsewhere.answers("/livez") == 200, 60)
+        elsewhere.kill(signal.SIGSTOP)  # so that the others are first
         for member in (api, worker):
             assert "it is tried again" in member.log.read_text()
             assert "Traceback" not in member.log.read_text()
@@ -280,3 +283,6 @@ def test_redis_away_at_start_is_waited_for(tmp_path: Path) -> None:
             until(lambda: api.answers("/readyz") == 200, 60)
             assert worker.process is not None
             assert worker.process.poll() is None
+            elsewhere.kill(signal.SIGCONT)
+            elsewhere.wait(60)
+            assert "is not the folder that the other processes" in elsewhere.log.read_text()
