@@ -44,7 +44,7 @@ bench: $(STAMP)
 chaos: $(STAMP)
 	rm -f loadtests/results/chaos.json
 	for seed in 1 2 3 4 5 6; do $(RUN) $(BIN)/python -m loadtests.chaos --faults 100 --seed $$seed || exit 1; done
-	$(RUN) $(BIN)/python -m loadtests.chaos --engine real --faults 20 --seed 7
+	$(RUN) $(BIN)/python -m loadtests.chaos --engine real --faults 15 --seed 7
 	$(RUN) $(BIN)/python -m loadtests.chaos --combine
 
 test-gpu:

@@ -252,7 +252,8 @@ class Chaos:
 
     def _await_window(self, members: list[Forked], want: str | None = None) -> Forked:
         """One of `members` that is inside something (a commit, if wanted); any of them where nobody is for a while."""
-        deadline = time.monotonic() + WINDOW_S
+        # A worker with a real model needs seconds before it is inside anything.
+        deadline = time.monotonic() + (WINDOW_S if self.engine == "fake" else 20 * WINDOW_S)
         while time.monotonic() < deadline:
             self.trace.update()
             for member in self.draw.sample(members, len(members)):
@@ -270,6 +271,8 @@ class Chaos:
         want = "commit" if self.draw.random() < 0.2 else None
         if want is None:
             time.sleep(self.draw.random() * 0.3)
+        if self.engine == "real":  # loading a model takes longer than a lease: somebody must be there to take over
+            until(self._all_ready, 120, "the workers are not ready")
         victim = self._await_window(self.workers, want)
         victim.kill()
         killed_at = time.monotonic()
@@ -279,6 +282,10 @@ class Chaos:
         self.takeovers += [(job, killed_at, victim.pid) for job, where in inside.items() if where in WINDOWS]
         self.trace.ended(victim.pid)
         victim.start()
+
+    def _all_ready(self) -> bool:
+        living = self.redis.client.zrange("{foreword}:worker_seen", 0, -1)
+        return all(f"{os.uname().nodename}-{worker.pid}".encode() in living for worker in self.workers)
 
     def _hit_api(self) -> None:
         self._await_window(self.workers)
