@@ -25,7 +25,7 @@ from service.objects.base import ObjectKind, Objects
 from service.origins import OwnPagesOnly
 from service.parts import PartUploads
 from service.queue.base import Queue, QueueUnavailable
-from service.responses import ResponseKeeper
+from service.response_keeper import ResponseKeeper
 from service.routes import admin, batches, chat, console, files, health, models, passages, responses, uploads, webhooks
 from service.routes import documents as document_routes
 from service.served_model import ServedModel

@@ -1,33 +1,27 @@
 """Responses: made from a request, asked as a chat's question is, followed and ended; the background ones seen to it."""
 
-import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
-from typing import Any
 
 import anyio
 from anyio import to_thread
 from starlette.requests import Request
 
-from service.answers import Question, put_question, question_size
-from service.auth import Limits, Principal
+from service.answers import Question, question_size
+from service.auth import Principal
 from service.background import LEASE_S, Held
 from service.conversation import decode_inline, handles_of
 from service.dependencies import Services
-from service.errors import ApiError, InternalError, NotFound, RateLimited, translate
+from service.errors import ApiError, NotFound
 from service.intake import derived_id, take_inline
-from service.limits.gate import RENEW_S
 from service.middleware import admit_answer
 from service.objects.base import Json, ObjectChanged, ObjectExists, StoredObject, UnknownObject
 from service.payloads import origin_of
-from service.queue.base import FINAL_STATES, UnknownJob
+from service.response_asking import FIRST_LOOK_S, ask_when_ready, end_job, put
 from service.response_records import (
-    INTERRUPTED,
     KEPT_S,
-    fail,
     find_response,
     question_of,
     read_chat,
@@ -36,10 +30,7 @@ from service.response_records import (
 from service.response_schemas import ResponseRequest
 from service.response_views import response_events, response_view
 from service.schemas import FileReference
-from service.waiting import ReadyFile, Stage, Unready, look, wait_for_documents
-from service.webhooks import announce
-
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.5, 5.0
+from service.waiting import Stage, Unready, look, wait_for_documents
 
 
 class Responses:
@@ -256,130 +247,3 @@ class Live:
         if not stored.data["request"]["store"]:
             services.objects.delete("response", stored.tenant, stored.id)
             services.queue.scrub(stored.data["job_id"])
-
-
-async def ask_when_ready(services: Services, held: Held) -> AsyncGenerator[Stage, None]:
-    """Wait for the documents, then put the question; what goes wrong is the response's failure.
-
-    Raises ObjectChanged.
-    """
-    try:
-        files: list[ReadyFile] = []
-        documents = wait_for_documents(services, held.stored.tenant, held.data["files"])
-        async with aclosing(documents):
-            async for step in documents:
-                held.check()
-                if isinstance(step, Stage):
-                    yield step
-                else:
-                    files = step
-        chat = await to_thread.run_sync(read_chat, services, held.stored)
-        question = await to_thread.run_sync(question_of, services, chat, files)
-        background = held.data["request"]["background"]
-        now = time.time()
-        await held.save({"status": "asked", "asked_at": now}, due_at=now + (FIRST_LOOK_S if background else KEPT_S))
-        await to_thread.run_sync(partial(put, services, held.stored, question, waited=True))
-    except ObjectChanged:
-        raise
-    except Exception as error:
-        known = translate(error)
-        await fail(held, known or InternalError("The server failed on this response."))
-        if known is None:
-            raise
-
-
-def put(services: Services, stored: StoredObject, question: Question, *, waited: bool) -> None:
-    """The answer's job; ended again at once if the response was, between its last change and this."""
-    put_question(
-        services,
-        stored.tenant,
-        question,
-        received_at=stored.data["received_at"],
-        waited=waited,
-        origin=stored.data["origin"],
-        job_id=stored.data["job_id"],
-        reader=None if stored.data["request"]["background"] else services.reader,
-    )
-    try:
-        now = services.objects.get("response", stored.tenant, stored.id).data["status"]
-    except UnknownObject:
-        now = "deleted"
-    if now != "asked":
-        end_job(services, stored)
-
-
-def end_job(services: Services, stored: StoredObject) -> None:
-    try:
-        services.queue.cancel(stored.data["job_id"])
-    except UnknownJob:
-        return
-
-
-class ResponseKeeper:
-    """Sees background responses to their end, and forgets all of them in time."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, held: Held) -> None:
-        data = held.data
-        if data.get("over") or held.stored.created_at + KEPT_S <= time.time():
-            await held.delete()
-            if not data["request"]["store"]:
-                await to_thread.run_sync(self._services.queue.scrub, data["job_id"])
-        elif data["status"] == "waiting" and not data["request"]["background"]:
-            await held.save({"status": "failed", "error": INTERRUPTED, "over": True}, due_at=self._forgotten_at(held))
-        elif data["status"] == "waiting":
-            held_at = 0.0
-            async with held.renewed(), aclosing(ask_when_ready(self._services, held)) as stages:
-                async for _ in stages:
-                    if time.monotonic() - held_at > RENEW_S:
-                        held_at = time.monotonic()
-                        await to_thread.run_sync(self._hold_slot, held)
-            self._services.background.nudge()
-        else:
-            await self._look(held)
-
-    async def _look(self, held: Held) -> None:
-        if not await to_thread.run_sync(self._has_ended, held):
-            await to_thread.run_sync(self._hold_slot, held)
-            age_s = time.time() - (held.data["asked_at"] or held.stored.created_at)
-            await held.put_off(min(max(FIRST_LOOK_S, age_s / 4), LONGEST_LOOK_S))
-            return
-        if held.data["request"]["background"]:
-            await to_thread.run_sync(self._announce, held)
-        await held.save({"over": True}, due_at=self._forgotten_at(held))
-
-    def _has_ended(self, held: Held) -> bool:
-        if held.data["status"] != "asked":
-            return True
-        try:
-            return self._services.queue.get(held.data["job_id"]).state in FINAL_STATES
-        except UnknownJob:  # the server died between the record and the job
-            chat = read_chat(self._services, held.stored)
-            files = look(self._services, held.stored.tenant, held.data["files"])
-            if not isinstance(files, Unready):
-                put(self._services, held.stored, question_of(self._services, chat, files), waited=True)
-            return False
-
-    def _announce(self, held: Held) -> None:
-        try:
-            event = f"response.{standing(self._services, held.stored).status}"
-        except NotFound:  # its document is deleted
-            event = "response.failed"
-        announce(self._services.objects, held.stored.tenant, event, held.stored.id)
-        self._services.gate.free(_principal(held.stored), "answers", held.stored.id)
-
-    def _hold_slot(self, held: Held) -> None:
-        """The slot that the request took is kept by whichever process keeps the response."""
-        with contextlib.suppress(RateLimited):  # it had died with a process, and others came first
-            self._services.gate.hold(_principal(held.stored), "answers", held.stored.id, renewed=False)
-
-    @staticmethod
-    def _forgotten_at(held: Held) -> float:
-        return held.stored.created_at + KEPT_S
-
-
-def _principal(stored: StoredObject) -> Principal:
-    key: Mapping[str, Any] = stored.data["key"]
-    return Principal(stored.tenant, Limits(concurrent_answers=key["answers"]), key["id"])

@@ -16,6 +16,7 @@ from tests.service.prompt_models import save_folder
 from tests.service.test_http_webhooks import listening
 
 FAKE = ("-m", "tests.service.fake_worker")
+MODEL = "model"  # the name of its folder
 
 
 class Pair:
@@ -40,7 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     ]
     (folder / "keys.json").write_text(json.dumps(keys))
     settings = {
-        "model": save_folder(folder / "model", "chatml"),
+        "model": save_folder(folder / MODEL, "chatml"),
         "api_keys_file": folder / "keys.json",
         "webhook_allow_private": True,
     }
@@ -71,7 +72,7 @@ def test_a_response_is_read_through_either_process(pair: Pair) -> None:
     content = [{"type": "input_file", "file_id": file_id}, {"type": "input_text", "text": "how long?"}]
     with listening() as target:
         endpoint = other.webhooks.create(name="x", url=target.url, event_types=["response.completed"])
-        response = one.responses.create(model="default", input=[{"role": "user", "content": content}], background=True)
+        response = one.responses.create(model=MODEL, input=[{"role": "user", "content": content}], background=True)
         events = list(other.responses.retrieve(response.id, stream=True))
         assert events[-1].type == "response.completed"
         assert list(one.responses.retrieve(response.id, stream=True, starting_after=3)) == events[4:]
@@ -79,7 +80,7 @@ def test_a_response_is_read_through_either_process(pair: Pair) -> None:
         headers, body = target.got[0]
         assert one.webhooks.unwrap(body, headers, secret=endpoint.signing_secret).data.id == response.id
         other.webhooks.delete(endpoint.id)
-    more = other.responses.create(model="default", input="and now?", previous_response_id=response.id)
+    more = other.responses.create(model=MODEL, input="and now?", previous_response_id=response.id)
     assert more.status == "completed"
     one.files.delete(file_id)
     answer = [client.responses.with_raw_response for client in (one, other)]
@@ -105,7 +106,7 @@ def test_keys_and_limits_are_counted_together(pair: Pair) -> None:
 
 def test_a_batch_outlives_the_process_that_began_it(pair: Pair) -> None:
     one, other = pair.both()
-    body = {"model": "default", "messages": [{"role": "user", "content": "STORY"}], "max_tokens": 200}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "STORY"}], "max_tokens": 200}
     lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body} for n in range(24)]
     file = one.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
     batch = one.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
