@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = (
     ("-m", "loadtests.ingest"),
     ("-m", "loadtests.kv_store"),
+    ("-m", "loadtests.http_api"),
     ("-m", "loadtests.engine_cpu"),
     ("-m", "loadtests.metrics_overhead"),
     ("tools/readme_tables.py",),
