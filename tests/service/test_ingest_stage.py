@@ -14,8 +14,8 @@ from service.housekeeping import Housekeeper
 from service.ingest.base import IngestError, IngestSummary, Source
 from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
 from service.stages.ingest import QUESTION_TOKENS, IngestJob, IngestLoop, Stopping, document_id_of
+from tests.contracts.documents_contract import file_record
 from tests.service.bench import Bench, until
-from tests.service.test_documents import file_record
 
 
 @pytest.fixture
