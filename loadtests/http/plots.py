@@ -1,6 +1,6 @@
 """Pictures of the reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,5 +38,34 @@ def plot_soak(record: Mapping[str, Any], path: Path) -> None:
             for axes in rows:
                 axes.axvline(at, color="0.6", lw=0.6, ls=":")
     rows[-1].set_xlabel("minutes (dotted: the worker was killed)")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_scenarios(samples: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """One row a scenario: distribution of TTFT by cache state, arrivals and completions over time."""
+    names = [name for name, found in samples.items() if found] or [""]
+    figure, rows = plt.subplots(len(names), 2, figsize=(11, 2.6 * len(names)), squeeze=False, layout="constrained")
+    for name, (left, right) in zip(names, rows, strict=True):
+        found = samples.get(name, ())
+        by_state: dict[str, list[float]] = {}
+        for sample in found:
+            if sample["code"] == "ok" and sample["ttft_s"] is not None:
+                by_state.setdefault(sample["cache_state"] or "unknown", []).append(sample["ttft_s"])
+        for state, values in sorted(by_state.items()):
+            shares = [(number + 1) / len(values) for number in range(len(values))]
+            left.step(sorted(values), shares, where="post", label=f"{state} ({len(values)})")
+        left.set_title(f"{name}: share of answers begun within", loc="left", fontsize=10)
+        left.set_xlabel("TTFT, s")
+        start = min((sample["arrived_at"] for sample in found), default=0.0)
+        for field, label in (("arrived_at", "arrivals"), ("ended_at", "completions")):
+            times = sorted(sample[field] - start for sample in found)
+            right.step(times, range(1, len(times) + 1), where="post", label=label)
+        right.set_title(f"{name}: arrivals and completions", loc="left", fontsize=10)
+        right.set_xlabel("s")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -37,21 +37,30 @@ SETTLE_S = 60.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with it
     share_cores()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="foreword-soak-") as folder:
-        record = soak(Path(folder), options)
-    record |= {"device": cpu_name(), "versions": versions(), "commit": commit()}
-    (options.out / "soak.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.record is None:
+        record = soak(options, until_told())
+        record |= {"device": cpu_name(), "versions": versions(), "commit": commit()}
+        (options.out / "soak.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    else:
+        record = json.loads(options.record.read_text(encoding="utf-8"))
     verdict = judge(record)
     record["verdict"] = verdict.as_json()
     (options.out / "soak.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot_soak(record, options.out / "soak.png")
     print(verdict)
     if not options.dry:
-        write_figures(record, verdict, f"python -m loadtests.http.soak --minutes {options.minutes:g}")
+        write_figures(record, verdict)
     return 0 if verdict.passed else 1
+
+
+def until_told() -> threading.Event:
+    """Set by SIGTERM or Ctrl-C: a run that is ended early is judged by what it had."""
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    return told
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,12 +74,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-mib", type=int, default=160, help="cap of KV on disk")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--record", type=Path, help="judge this soak.json again instead of a new run")
     parser.add_argument("--dry", action="store_true", help="write no figure into summary.json")
     return parser
 
 
-def soak(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was counted and sampled."""
+def soak(options: argparse.Namespace, told: threading.Event) -> dict[str, Any]:
+    """Everything that was counted and sampled until the time was over, or `told` set."""
     shelf = Shelf(most=options.documents)
     caps = {
         "kv_disk_bytes": options.kv_mib * MIB,
@@ -79,21 +89,21 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "disk_floor_bytes": 0,
         "max_attempts": 10,  # a worker killed while it had the job costs one
     }
-    with LocalServer(folder, **caps) as server:
-        texts, stop, users = Texts(options.seed), threading.Event(), []
+    with tempfile.TemporaryDirectory(prefix="foreword-soak-") as folder, LocalServer(Path(folder), **caps) as server:
+        texts, stop, users = Texts(options.seed), threading.Event(), list[threading.Thread]()
         for number in range(options.users):
-            chance = random.Random(f"{options.seed}:{number}")
-            user = User(Client(server.url), shelf, texts, chance, sizes=tuple(options.sizes), think_s=options.think_s)
+            chance, client = random.Random(f"{options.seed}:{number}"), Client(server.url)
+            user = User(client, shelf, texts, chance, sizes=tuple(options.sizes), think_s=options.think_s)
             users.append(threading.Thread(target=user.run, args=(stop,), name=f"user-{number}", daemon=True))
         samples = options.out / "soak.jsonl"
         sampler = Sampler(server, lambda: shelf.requests, every_s=10, every_requests=50, out=samples)
         with sampler:
-            for user in users:
-                user.start()
-            kills = _let_run(server, sampler, shelf, options)
+            for thread in users:
+                thread.start()
+            kills = _let_run(server, sampler, shelf, options, told)
             stop.set()
-            for user in users:
-                user.join()
+            for thread in users:
+                thread.join()
             emptied_s = wait_empty(server)
         samples.unlink()  # soak.json has them too
         worker_lives_at_end = server.worker is not None
@@ -118,11 +128,12 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _let_run(server: LocalServer, sampler: Sampler, shelf: Shelf, options: argparse.Namespace) -> list[int]:
+def _let_run(
+    server: LocalServer, sampler: Sampler, shelf: Shelf, options: argparse.Namespace, told: threading.Event
+) -> list[int]:
     """For so many minutes awake; returns how many requests had ended at each kill."""
     kills: list[int] = []
-    while sampler.awake_s < 60 * options.minutes:
-        time.sleep(0.5)
+    while sampler.awake_s < 60 * options.minutes and not told.wait(0.5):
         due = (len(kills) + 1) * options.kill_every_s
         if sampler.awake_s >= due and due < 30 * options.minutes:
             server.kill_worker()
@@ -159,7 +170,8 @@ def _delete_all(server: LocalServer, shelf: Shelf) -> dict[str, int]:
     return disk_usage(server.data_dir)
 
 
-def write_figures(record: dict[str, Any], verdict: Verdict, command: str) -> None:
+def write_figures(record: dict[str, Any], verdict: Verdict) -> None:
+    command = "python -m loadtests.http.soak"
     details = {"requests": record["requests"], "worker_kills": len(record["kills"])}
     write_entry(
         "soak_minutes",
