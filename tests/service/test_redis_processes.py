@@ -134,7 +134,7 @@ def done_events(fleet: Fleet, job_id: str) -> int:
 
 def test_killed_api_loses_no_upload_and_leaves_no_orphan(fleet: Fleet) -> None:
     doomed, other = fleet.apis
-    ids = [fleet.client.upload(other, text) for text in ("a question about this", "LONG and about that " * 20)]
+    ids = [fleet.client.upload(other, text) for text in ("a question about this", "LONG and about that " * 200)]
     until(lambda: fleet.client.document(other, ids[1])["state"] == "prefill", 60)
     body = fleet.client.body(doomed, ids[0], "how long?")
     body["messages"][0]["content"].insert(1, {"type": "file", "file": {"file_id": ids[1]}})
