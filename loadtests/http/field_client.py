@@ -1,11 +1,13 @@
 """aiperf of NVIDIA against the OpenAI API, as it comes from PyPI, in an environment of its own (without torch).
 
 Two runs: prompts that it makes up itself, and questions about an uploaded document, whose payloads it sends verbatim.
-It gets the model's own tokeniser folder, and no network is asked for it.
+It gets the model's own tokeniser, and no network is asked for it. Offline, aiperf takes a folder's path for the name of
+a repository, so the folder is shown to it as a snapshot in a Hugging Face cache of its own.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from loadtests.http.texts import Texts
 from service.settings import Settings
 
 NAME = "aiperf"
+TOKENIZER = "foreword/default"
 REQUIREMENT = "aiperf==0.13.0"
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-clients"
@@ -44,7 +47,8 @@ def run_aiperf(url: str, key: str | None, folder: Path, *, seed: int) -> dict[st
     headers = {"authorization": f"Bearer {key}"} if key else {}
     model = httpx.get(f"{url}/v1/models", headers=headers, timeout=60).raise_for_status().json()["data"][0]["id"]
     folder.mkdir(parents=True, exist_ok=True)
-    payloads = folder / "payloads.jsonl"
+    payloads, cache = folder / "payloads.jsonl", folder / "huggingface"
+    _write_cache(cache)
     _write_payloads(url, key, model, payloads, seed)
     runs = {
         "prompts": ["--isl", str(PROMPT_TOKENS), "--isl-stddev", "100", "--osl", "16"],
@@ -53,25 +57,30 @@ def run_aiperf(url: str, key: str | None, folder: Path, *, seed: int) -> dict[st
     result: dict[str, Any] = {"client": REQUIREMENT, "runs": {}, "faults": []}
     for name, options in runs.items():
         command = [str(program()), "profile", "--url", url, "--model", model, "--endpoint-type", "chat", "--streaming"]
-        command += ["--tokenizer", str(tokenizer_folder()), "--request-rate", str(RATE_PER_S)]
+        command += ["--tokenizer", TOKENIZER, "--request-rate", str(RATE_PER_S)]
         command += ["--arrival-pattern", "poisson", "--request-count", str(REQUESTS), "--random-seed", str(seed)]
         command += ["--ui", "none", "--no-gpu-telemetry", "--workers-max", "2"]
         command += ["--request-timeout-seconds", str(TIMEOUT_S), "--output-artifact-dir", str(folder / name), *options]
         command += ["--api-key", key] if key else []
-        figures, fault = _run(command, folder / name)
+        figures, fault = _run(command, folder / name, cache)
         result["runs"][name] = figures
         if fault:
             result["faults"].append(f"{name}: {fault}")
     return result
 
 
-def tokenizer_folder() -> Path:
-    settings = Settings().resolved()
-    return resolve_model("default", cache_dir=settings.cache_dir, weights=False)
+def _write_cache(home: Path) -> None:
+    """The default model's tokeniser folder as the one revision of TOKENIZER."""
+    revision = "0" * 40
+    repository = home / "hub" / f"models--{TOKENIZER.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision, encoding="ascii")
+    folder = resolve_model("default", cache_dir=Settings().resolved().cache_dir, weights=False)
+    shutil.copytree(folder, repository / "snapshots" / revision)
 
 
-def _run(command: list[str], folder: Path) -> tuple[dict[str, Any], str | None]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+def _run(command: list[str], folder: Path, cache: Path) -> tuple[dict[str, Any], str | None]:
+    environment = {**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(
         command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False
     )
