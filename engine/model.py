@@ -86,7 +86,7 @@ def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, reord
 
     def projection(kind: str, *shape: int) -> torch.Tensor:
         if spec.fused_qkv:
-            parts = list(take(f"{attention}qkv_proj.{kind}", q + 2 * kv, *shape).split((q, kv, kv)))  # type: ignore[no-untyped-call]
+            parts = list(torch.split(take(f"{attention}qkv_proj.{kind}", q + 2 * kv, *shape), (q, kv, kv)))
         else:
             parts = [take(f"{attention}{name}.{kind}", size, *shape) for name, size in rows]
         if reordered:
