@@ -86,7 +86,7 @@ def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, reord
 
     def projection(kind: str, *shape: int) -> torch.Tensor:
         if spec.fused_qkv:
-            parts = list(torch.split(take(f"{attention}qkv_proj.{kind}", q + 2 * kv, *shape), (q, kv, kv)))
+            parts = list(torch.split(take(f"{attention}qkv_proj.{kind}", q + 2 * kv, *shape), [q, kv, kv]))
         else:
             parts = [take(f"{attention}{name}.{kind}", size, *shape) for name, size in rows]
         if reordered:
@@ -123,7 +123,7 @@ def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, reord
 def _interleave(weight: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
     """Reorder each head's rotated output channels [heads * head_dim, ...] from halves to adjacent pairs."""
     heads = weight.reshape(-1, head_dim, *weight.shape[1:])
-    halves = heads[:, :rotary_dim].unflatten(1, (2, rotary_dim // 2))
+    halves = heads[:, :rotary_dim].reshape(len(heads), 2, rotary_dim // 2, *weight.shape[1:])
     return torch.cat((halves.transpose(1, 2).flatten(1, 2), heads[:, rotary_dim:]), 1).reshape(weight.shape)
 
 
