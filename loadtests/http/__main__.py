@@ -165,6 +165,7 @@ class Run:
         key = self._key[self._tenants[0]] if self._tenants else None
         result = field_client.run_aiperf(self.url, key, self.folder / "client", seed=self.options.seed)
         self.results["client"] = result
+        print(json.dumps(result["runs"]))
 
 
 if __name__ == "__main__":
