@@ -145,8 +145,11 @@ class Run:
         tails, numbers = {}, {}
         for users in (1, USERS):
             samples = self._locust(f"users_{users}", "users", users)
-            warm = [s.ttft_s for s in samples if s.ttft_s is not None and (s.cache_state or "").startswith("warm")]
+            warm = warm_ttfts(samples)
             tails[users], numbers[users] = percentile(warm, 0.99), len(warm)
+        if not all(numbers.values()):
+            self.results[f"users_{USERS}"]["faults"].append(f"warm answers of 1 and {USERS} users: {numbers}")
+            return
         ratio = tails[USERS] / tails[1]
         print(f"warm p99: {tails[1]:.3f} s of one user, {tails[USERS]:.3f} s of {USERS}: {ratio:.2f} times")
         if not self.options.dry:
@@ -166,6 +169,12 @@ class Run:
         result = field_client.run_aiperf(self.url, key, self.folder / "client", seed=self.options.seed)
         self.results["client"] = result
         print(json.dumps(result["runs"]))
+
+
+def warm_ttfts(samples: Sequence[Sample]) -> list[float]:
+    """Of whole answers that were warm, in seconds."""
+    whole = [sample for sample in samples if sample.code == "ok" and (sample.cache_state or "").startswith("warm")]
+    return [sample.ttft_s for sample in whole if sample.ttft_s is not None]
 
 
 if __name__ == "__main__":

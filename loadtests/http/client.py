@@ -31,11 +31,10 @@ class Reply:
 
 
 class Client:
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.http = httpx.Client(
-            base_url=url, headers=headers, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)
-        )
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits, transport=transport)
 
     def close(self) -> None:
         self.http.close()

@@ -8,6 +8,7 @@ Writes results/soak.json, a plot and two figures of summary.json.
 
 import argparse
 import json
+import math
 import random
 import signal
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.threads import share_cores
+from loadtests.http.checks import until_empty
 from loadtests.http.client import Client
 from loadtests.http.plots import plot_soak
 from loadtests.http.scrape import scrape
@@ -32,7 +34,7 @@ from loadtests.results import SUMMARY, commit, cpu_name, versions, write_entry
 RESULTS = SUMMARY.parent
 MIB = 1 << 20
 EMPTY_S = 120.0
-SETTLE_S = 60.0
+SETTLE_LOOKS = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +106,7 @@ def soak(options: argparse.Namespace, told: threading.Event) -> dict[str, Any]:
             stop.set()
             for thread in users:
                 thread.join()
-            emptied_s = wait_empty(server)
+            emptied_s = until_empty(Client(server.url), None, EMPTY_S)
         samples.unlink()  # soak.json has them too
         worker_lives_at_end = server.worker is not None
         evictions = scrape(server.url).total("foreword_kv_evictions_total", tier="disk")
@@ -142,18 +144,6 @@ def _let_run(
     return kills
 
 
-def wait_empty(server: LocalServer, client: Client | None = None) -> float | None:
-    """Seconds until no job waits or runs; None where some still do after EMPTY_S."""
-    client = client or Client(server.url)
-    started = time.monotonic()
-    while time.monotonic() - started < EMPTY_S:
-        lanes, code = client.get("/v1/admin/queues")
-        if code == "ok" and not any(lane["queued"] or lane["running"] for lane in lanes["data"]):
-            return round(time.monotonic() - started, 2)
-        time.sleep(0.2)
-    return None
-
-
 def _delete_all(server: LocalServer, shelf: Shelf) -> dict[str, int]:
     """Bytes in the data folder when every handle was deleted and the worker's chores have gone over it."""
     client = Client(server.url)
@@ -161,8 +151,7 @@ def _delete_all(server: LocalServer, shelf: Shelf) -> dict[str, int]:
     for file in listed.get("data", []):
         client.delete(file["id"])
     shelf.take_all()
-    deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline:
+    for _ in range(SETTLE_LOOKS):  # a second each, or more where this process is stopped
         left = disk_usage(server.data_dir)
         if not left.get("documents") and not left.get("uploads") and left.get("kv", 0) < MIB:
             break
@@ -182,8 +171,9 @@ def write_figures(record: dict[str, Any], verdict: Verdict) -> None:
         command=command,
         **details,
     )
-    growth = verdict.growth
-    shares = [growth["api_rss_share"], growth["worker_rss_share"]]
+    shares = [verdict.growth["api_rss_share"], verdict.growth["worker_rss_share"]]
+    if not all(map(math.isfinite, shares)):
+        return  # too short to see a slope, which is among the faults
     write_entry(
         "soak_rss_growth_share",
         max(shares),
