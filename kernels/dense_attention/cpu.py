@@ -30,8 +30,6 @@ def dense_attention(
     if row_offset:
         packed = queries.transpose(1, 2).reshape(kv_heads, 1, rows * group, head_dim)
         far, far_lse = flash_batch(packed, k[:, None, :row_offset], v[:, None, :row_offset], scale=scale)
-        result, lse = merge(
-            result, lse, far.view(kv_heads, rows, group, head_dim), far_lse.view(kv_heads, rows, group)
-        )
+        result, lse = merge(result, lse, far.view(kv_heads, rows, group, head_dim), far_lse.view(kv_heads, rows, group))
     out.view(rows, kv_heads, group, head_dim).copy_(result.transpose(0, 1))
     return out, lse.transpose(0, 1).reshape(rows, heads)
