@@ -26,7 +26,7 @@ MAX_CHARS = 50_000  # about 14,000 tokens
 # What is asked, and what a right answer must hold; both are read off the uploaded source by eye.
 QUESTIONS = (
     ("What are the parameters of the function resolve_model?", ("model", "cache_dir", "weights")),
-    ("What are the parameters of the function set_policy?", ("holder", "ttl_s", "pinned")),
+    ("What are the parameters of the function embed?", ("model", "token_ids")),
 )
 console = Console()
 
