@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), metavar="NAME", help=f"of {', '.join(SCENARIOS)}")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each scenario")
     parser.add_argument("--cold-rate", type=float, default=0.1, help="uploads a second")
-    parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second in the other scenarios")
+    parser.add_argument("--rate", type=float, default=0.5, help="arrivals a second in the other scenarios")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000], help="lengths of documents")
     parser.add_argument("--warm-objective-s", type=float, default=1.0, help="TTFT of a good warm answer")
     parser.add_argument("--cold-objective-s", type=float, default=15.0, help="of a good cold one")

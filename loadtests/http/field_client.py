@@ -26,8 +26,8 @@ REQUIREMENT = "aiperf==0.13.0"
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-clients"
 TIMEOUT_S = 900.0
-REQUESTS = 24
-RATE_PER_S = 1.0
+REQUESTS = 20
+RATE_PER_S = 0.5
 DOCUMENT_TOKENS = 2000
 PROMPT_TOKENS = 512
 FIGURES = ("time_to_first_token", "request_latency", "inter_token_latency")

@@ -37,7 +37,6 @@ class Scenario(User):
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self.options = environment.parsed_options
-        self.chance = Random(self.options.seed)
         self.texts = Texts(self.options.seed)
         keys = [tuple(pair.split("=", 1)) for pair in self.options.key] or [("local", "")]
         self.clients = {tenant: Client(self.host, key or None) for tenant, key in keys}
@@ -78,10 +77,10 @@ class Scenario(User):
             context={},
         )
 
-    def ask(self, tenant: str, document: Document, due_at: float, step: str = "ask") -> Reply:
+    def ask(self, tenant: str, document: Document, due_at: float, chance: Random, step: str = "ask") -> Reply:
         """A question whose answer is read to its end; TTFT counts from `due_at`."""
         late_s = time.monotonic() - due_at
-        question = self.chance.choice(sorted(document.text.numbers))
+        question = chance.choice(sorted(document.text.numbers))
         reply = self.clients[tenant].ask(
             document.file_id, question, max_tokens=self.options.max_tokens, arrived_at=due_at
         )
@@ -111,7 +110,10 @@ class Scenario(User):
 
 
 class OpenLoop(Scenario):
-    """`arrive` is called, in a greenlet of its own, at each due time; then locust is told to end."""
+    """`arrive` is called, in a greenlet of its own, at each due time; then locust is told to end.
+
+    Each arrival draws from numbers of its own: what it does doesn't depend on how fast others were answered.
+    """
 
     abstract = True
     fixed_count = 1
@@ -120,9 +122,9 @@ class OpenLoop(Scenario):
     def run_schedule(self) -> None:
         self.begin()
         group, started = gevent.pool.Group(), time.monotonic()
-        for due in self.schedule():
+        for number, due in enumerate(self.schedule()):
             gevent.sleep(max(0.0, started + due - time.monotonic()))
-            group.spawn(self.arrive, started + due)
+            group.spawn(self.arrive, started + due, Random(f"{self.options.seed}:{number}"))
         group.join()
         self.environment.runner.quit()
 
@@ -132,18 +134,18 @@ class OpenLoop(Scenario):
     def begin(self) -> None:
         """What must be there before the first arrival."""
 
-    def arrive(self, due_at: float) -> None:
+    def arrive(self, due_at: float, chance: Random) -> None:
         raise NotImplementedError
 
 
 class ColdUploads(OpenLoop):
     """Each arrival uploads a new document and asks at once; TTFT counts from the end of its upload."""
 
-    def arrive(self, due_at: float) -> None:
+    def arrive(self, due_at: float, chance: Random) -> None:
         tenant = self.tenants[0]
-        document = self.upload(tenant, self.chance.choice(self.options.tokens))
+        document = self.upload(tenant, chance.choice(self.options.tokens))
         if document is not None:
-            self.ask(tenant, document, time.monotonic())
+            self.ask(tenant, document, time.monotonic(), chance)
 
 
 class WarmQuestions(OpenLoop):
@@ -152,8 +154,8 @@ class WarmQuestions(OpenLoop):
     def begin(self) -> None:
         self.documents = self.prepare(self.tenants[0])
 
-    def arrive(self, due_at: float) -> None:
-        self.ask(self.tenants[0], self.chance.choice(self.documents), due_at)
+    def arrive(self, due_at: float, chance: Random) -> None:
+        self.ask(self.tenants[0], chance.choice(self.documents), due_at, chance)
 
 
 class WarmUsers(Scenario):
@@ -169,6 +171,7 @@ class WarmUsers(Scenario):
     def on_start(self) -> None:
         cls = type(self)
         cls._asking += 1
+        self.chance = Random(f"{self.options.seed}:{cls._asking}")  # each user draws for itself
         if cls._documents is None:
             cls._documents = []
             documents = self.prepare(self.tenants[0])
@@ -182,7 +185,8 @@ class WarmUsers(Scenario):
         cls = type(self)
         assert cls._documents
         if time.monotonic() < cls._ends_at:
-            self.ask(self.tenants[0], self.chance.choice(cls._documents), time.monotonic())
+            document = self.chance.choice(cls._documents)
+            self.ask(self.tenants[0], document, time.monotonic(), self.chance)
             return
         cls._asking -= 1
         if not cls._asking:  # the slowest answers count too
@@ -196,22 +200,22 @@ class MixedTenants(OpenLoop):
     def begin(self) -> None:
         self.documents = {tenant: self.prepare(tenant) for tenant in self.tenants}
 
-    def arrive(self, due_at: float) -> None:
-        tenant = self.chance.choices(self.tenants, [FLOOD, *[1] * (len(self.tenants) - 1)])[0]
-        draw = self.chance.random()
+    def arrive(self, due_at: float, chance: Random) -> None:
+        tenant = chance.choices(self.tenants, [FLOOD, *[1] * (len(self.tenants) - 1)])[0]
+        draw = chance.random()
         if draw < 0.2:
             document = self.upload(tenant, min(self.options.tokens))
             if document is not None:
-                self.ask(tenant, document, time.monotonic(), "ask new")
+                self.ask(tenant, document, time.monotonic(), chance, "ask new")
         elif draw < 0.3 and len(self.tenants) > 1:
-            self.trespass(tenant, due_at)
+            self.trespass(tenant, due_at, chance)
         else:
-            self.ask(tenant, self.chance.choice(self.documents[tenant]), due_at)
+            self.ask(tenant, chance.choice(self.documents[tenant]), due_at, chance)
 
-    def trespass(self, tenant: str, due_at: float) -> None:
+    def trespass(self, tenant: str, due_at: float, chance: Random) -> None:
         """Asking about another tenant's document must end as if there were none."""
-        other = self.chance.choice([name for name in self.tenants if name != tenant])
-        document = self.chance.choice(self.documents[other])
+        other = chance.choice([name for name in self.tenants if name != tenant])
+        document = chance.choice(self.documents[other])
         question = next(iter(document.text.numbers))
         reply = self.clients[tenant].ask(document.file_id, question, max_tokens=1, arrived_at=due_at)
         code = {"file_not_found": "ok", "ok": "trespassed"}.get(reply.code, reply.code)
@@ -224,20 +228,20 @@ class DisconnectStorm(OpenLoop):
     def begin(self) -> None:
         self.documents = self.prepare(self.tenants[0])
 
-    def arrive(self, due_at: float) -> None:
+    def arrive(self, due_at: float, chance: Random) -> None:
         tenant = self.tenants[0]
-        match self.chance.choices(("stream", "prefill", "withdraw", "stay"), (5, 2, 1, 2))[0]:
+        match chance.choices(("stream", "prefill", "withdraw", "stay"), (5, 2, 1, 2))[0]:
             case "stay":
-                self.ask(tenant, self.chance.choice(self.documents), due_at)
+                self.ask(tenant, chance.choice(self.documents), due_at, chance)
             case "stream":
-                self._leave(tenant, self.chance.choice(self.documents), due_at, "stream")
+                self._leave(tenant, chance.choice(self.documents), due_at, "stream")
             case "prefill":
                 # The document isn't withdrawn: its prefill must be finished, and later it answers warm.
-                document = self.upload(tenant, self.chance.choice(self.options.tokens))
+                document = self.upload(tenant, chance.choice(self.options.tokens))
                 if document is not None:
                     self._leave(tenant, document, due_at, "prefill")
             case _:
-                self._withdraw(tenant, due_at)
+                self._withdraw(tenant, due_at, chance)
 
     def _leave(self, tenant: str, document: Document, due_at: float, leave: Leave) -> None:
         question = next(iter(document.text.numbers))
@@ -246,9 +250,9 @@ class DisconnectStorm(OpenLoop):
         )
         self.record(f"leave {leave}", tenant, due_at, reply, num_tokens=document.num_tokens)
 
-    def _withdraw(self, tenant: str, due_at: float) -> None:
+    def _withdraw(self, tenant: str, due_at: float, chance: Random) -> None:
         document = self.upload(tenant, max(self.options.tokens))
         if document is not None:
-            gevent.sleep(self.chance.random())
+            gevent.sleep(chance.random())
             code = self.clients[tenant].delete(document.file_id)
             self.record("withdraw", tenant, due_at, Reply(code, time.monotonic() - due_at))

@@ -13,7 +13,7 @@ import pytest
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("report")
     command = [sys.executable, "-m", "loadtests.http", "--only", "tenants", "storm", "--out", str(out), "--dry"]
-    command += ["--seconds", "3", "--rate", "4", "--tokens", "150", "400"]
+    command += ["--seconds", "3", "--rate", "4", "--tokens", "100", "300", "--seed", "2"]
     environment = {**os.environ, "FOREWORD_LEASE_S": "60"}  # of a machine so slow that the worker is late
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
     return done, out
