@@ -7,7 +7,7 @@ from loadtests.http.slope import growth_share, theil_sen
 from loadtests.http.soak_load import GONE
 
 MIB = 1 << 20
-WARM_SHARE = 0.2  # of a process's requests are its warm-up
+WARM_SHARE = 1 / 3  # of a process's requests are its warm-up: caches and pools fill
 # A worker is judged by its longest life, behind the last kill.
 RSS_SHARE = 0.05
 HANDLES = THREADS = 4

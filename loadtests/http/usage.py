@@ -37,8 +37,14 @@ def usage_of(process: psutil.Process | None) -> ProcessUsage | None:
 
 
 def disk_usage(data_dir: Path) -> dict[str, int]:
-    """Bytes of each entry of the data folder, whole trees added up; a file that goes meanwhile counts nothing."""
-    return {entry.name: _size(Path(entry.path)) for entry in os.scandir(data_dir)}
+    """Bytes of each entry of the data folder, whole trees added up; a file that goes meanwhile counts nothing.
+
+    `kv` is what the cap is of; its index, a database, is `kv_index`.
+    """
+    sizes = {entry.name: _size(Path(entry.path)) for entry in os.scandir(data_dir)}
+    sizes["kv_index"] = sum(_size(path) for path in (data_dir / "kv").glob("index.sqlite3*"))
+    sizes["kv"] = max(0, sizes.get("kv", 0) - sizes["kv_index"])
+    return sizes
 
 
 def _size(path: Path) -> int:

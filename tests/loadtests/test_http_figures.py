@@ -2,11 +2,14 @@
 
 import copy
 import itertools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadtests.http import soak
 from loadtests.http.arrivals import poisson
 from loadtests.http.clocks import compare_clocks
 from loadtests.http.field_client import read_export
@@ -16,6 +19,7 @@ from loadtests.http.scrape import TTFT, Scrape, bucket_of
 from loadtests.http.slope import growth_share, theil_sen
 from loadtests.http.soak_verdict import ALLOWED, MIB, judge
 from loadtests.http.texts import CHARS_PER_TOKEN, Texts
+from loadtests.http.usage import disk_usage
 
 
 def test_arrivals_are_poisson_seeded_and_within_the_time() -> None:
@@ -199,3 +203,19 @@ def test_the_page_shows_names_as_text() -> None:
     shown = page({"client": told}, None)
     assert "<script>" not in shown
     assert "&lt;b&gt;late" in shown
+
+
+def test_a_record_can_be_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "old.json"
+    record.write_text(json.dumps(soak_record()), encoding="utf-8")
+    assert soak.main(["--record", str(record), "--out", str(tmp_path), "--dry"]) == 0
+    assert "passed" in capsys.readouterr().out
+    assert json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["verdict"]["passed"]
+    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_disk_usage_tells_kv_from_its_index(tmp_path: Path) -> None:
+    (tmp_path / "kv" / "ab").mkdir(parents=True)
+    for name, size in (("kv/ab/one.kv", 500), ("kv/index.sqlite3", 70), ("kv/index.sqlite3-wal", 30), ("secret", 32)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert disk_usage(tmp_path) == {"kv": 500, "kv_index": 100, "secret": 32}
