@@ -56,5 +56,5 @@ class Sender:
             raise Undelivered(f"no answer within {TIMEOUT_S:.0f} s") from error
         except (AddressRefused, OSError, httpcore.ConnectError, httpcore.TimeoutException) as error:
             raise Undelivered(str(error) or type(error).__name__) from error
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, ValueError) as error:
-            raise Undelivered(f"no HTTP answer: {error or type(error).__name__}") from error
+        except Exception as error:  # also what the libraries raise when a connection goes while they look at it
+            raise Undelivered(f"no HTTP answer: {str(error) or type(error).__name__}") from error

@@ -43,7 +43,10 @@ def test_stages_follow_each_other_in_time(trace: list[ReceivedSpan]) -> None:
     }
     order = [first[name] for name in ("upload", "ingest", "prefill", "answer")]
     for before, after in pairwise(order):
-        assert before.start_s <= before.end_s <= after.start_s + 0.01, (before.name, after.name)
+        # A worker may take up the ingest before the upload's request has been answered.
+        assert before.start_s <= before.end_s, before.name
+        assert before.start_s <= after.start_s, (before.name, after.name)
+        assert before.end_s <= after.end_s, (before.name, after.name)
 
 
 def test_answers_carry_the_genai_attributes(trace: list[ReceivedSpan]) -> None:
