@@ -25,7 +25,7 @@ FOLDERS = ("engine/*.py", "engine/kv_store/*.py", "service/queue/*.py", "service
 MAX_CHARS = 50_000  # about 14,000 tokens
 # What is asked, and what a right answer must hold; both are read off the uploaded source by eye.
 QUESTIONS = (
-    ("What are the parameters of the function resolve_model?", ("model", "cache_dir", "weights")),
+    ("What are the parameters of the function load_tokenizer?", ("folder",)),
     ("What are the parameters of the function embed?", ("model", "token_ids")),
 )
 console = Console()
