@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.interfaces import Engine
+from engine.kv_store import KVCatalog
 from service.dependencies import KVDescriptions
 from service.documents.base import CollectedDocuments
 from service.limits.base import LimitStore
@@ -85,7 +86,7 @@ class ApiBackend:
     limits: LimitStore
     workers: WorkersSeen
     secret: bytes
-    view_kv: Callable[[KVDescriptions], KVDescriptions]  # of this machine's KV folder → of everybody's
+    view_kv: Callable[[KVCatalog], KVDescriptions]  # of this machine's KV folder → of everybody's
     tick: Callable[[], None]  # due each second
 
 

@@ -14,6 +14,7 @@ from service.backend import ApiBackend, FleetDiffers, KVReport, SharedDirMissing
 from service.documents.redis import RedisDocuments
 from service.fleet import Fleet, FleetKV, FleetMember, Identity, site_of
 from service.limits.redis import RedisLimits
+from service.local_kv import LocalKV
 from service.objects.redis import RedisObjects
 from service.queue.base import QueueUnavailable
 from service.queue.redis_queue import RedisQueue
@@ -79,7 +80,7 @@ def open_api(settings: Settings, model: ServedModel, stack: ExitStack) -> ApiBac
         limits=RedisLimits(client),
         workers=fleet,
         secret=secret,
-        view_kv=lambda local: FleetKV(store, fleet, local),
+        view_kv=lambda catalog: FleetKV(store, fleet, LocalKV(catalog)),
         tick=tick,
     )
 

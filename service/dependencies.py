@@ -38,7 +38,9 @@ _SURROGATE = re.compile(r"\\u[dD]")
 class KVDescriptions(KeepsPolicies, Protocol):
     """What the API process needs of the KV store: nothing that reads KV to compute with it."""
 
-    def describe(self, holder: str) -> Mapping[str, int]: ...
+    def describe(self, holders: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        """Bytes of what each of them holds, by tier."""
+        ...
 
     def usage(self) -> Mapping[str, int]: ...
 

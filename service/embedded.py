@@ -7,6 +7,7 @@ from service.backend import ApiBackend, WorkerBackend
 from service.database import Database, database_path
 from service.documents.sqlite import SqliteDocuments
 from service.limits.sqlite import SqliteLimits
+from service.local_kv import LocalKV
 from service.objects.sqlite import SqliteObjects
 from service.presence import Presence, Workers
 from service.queue.sqlite_queue import SqliteQueue
@@ -24,7 +25,7 @@ def open_api(settings: Settings, stack: ExitStack) -> ApiBackend:
         limits=SqliteLimits(database),
         workers=Workers(settings.data_dir),
         secret=load_secret(settings.data_dir),
-        view_kv=lambda kv: kv,
+        view_kv=LocalKV,
         tick=lambda: None,
     )
 

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,13 +193,15 @@ class FleetKV:
         """`local` is this machine's own KV folder, the one whose bytes can be looked at."""
         self._store, self._fleet, self._local = store, fleet, local
 
-    def describe(self, holder: str) -> Mapping[str, int]:
-        sites = self._store.command("hvals", self._store.key("kv_at", holder))
-        total: dict[str, int] = {}
-        for site in sites:
-            for tier, size in json.loads(site).items():
-                total[tier] = total.get(tier, 0) + int(size)
-        return total
+    def describe(self, holders: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        def read(client: Any) -> Any:
+            with client.pipeline(transaction=False) as pipe:
+                for holder in holders:
+                    pipe.hvals(self._store.key("kv_at", holder))
+                return pipe.execute()
+
+        found = self._store.ask(read) if holders else []
+        return {holder: _total(sites) for holder, sites in zip(holders, found, strict=True)}
 
     def usage(self) -> Mapping[str, int]:
         return {"disk": self._fleet.disk_bytes()}
@@ -211,3 +213,12 @@ class FleetKV:
     def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
         """Each site looks the new policy up when it hears of the change."""
         self._store.run("policy", holder)
+
+
+def _total(sites: Sequence[bytes]) -> dict[str, int]:
+    """Bytes by tier, from what each site tells."""
+    total: dict[str, int] = {}
+    for site in sites:
+        for tier, size in json.loads(site).items():
+            total[tier] = total.get(tier, 0) + int(size)
+    return total

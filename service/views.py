@@ -1,12 +1,12 @@
 """Records as users see them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.dependencies import Services
-from service.documents.base import DocumentRecord, FileRecord, Json, PrefillRecord, UnknownRecord
+from service.documents.base import DocumentRecord, FileRecord, Json, PrefillRecord
 from service.intake import has_expired
-from service.queue.base import Job, UnknownJob
+from service.queue.base import Job
 
 
 def file_view(file: FileRecord) -> dict[str, Any]:
@@ -34,9 +34,11 @@ def file_view(file: FileRecord) -> dict[str, Any]:
     }
 
 
-def page(records: Sequence[FileRecord], view: Callable[[FileRecord], dict[str, Any]], *, limit: int) -> dict[str, Any]:
+def page(
+    records: Sequence[FileRecord], views: Callable[[Sequence[FileRecord]], list[dict[str, Any]]], *, limit: int
+) -> dict[str, Any]:
     """A page in the OpenAI shape; there is another if `records` hold more than `limit`. Expired ones are left out."""
-    data = [view(record) for record in records[:limit] if not has_expired(record)]
+    data = views([record for record in records[:limit] if not has_expired(record)])
     return {
         "object": "list",
         "data": data,
@@ -46,11 +48,39 @@ def page(records: Sequence[FileRecord], view: Callable[[FileRecord], dict[str, A
     }
 
 
+def file_views(files: Sequence[FileRecord]) -> list[dict[str, Any]]:
+    return [file_view(file) for file in files]
+
+
 def document_view(services: Services, file: FileRecord) -> dict[str, Any]:
     """Everything known about a handle's document: how far it is, what it cost, where its KV lies."""
-    document = _document(services, file)
-    prefill = _prefill(services, file)
-    job = _job(services, file, prefill)
+    return document_views(services, [file])[0]
+
+
+def document_views(services: Services, files: Sequence[FileRecord]) -> list[dict[str, Any]]:
+    """The same of many: the stores are asked as often as for one. What was deleted between two looks is left open."""
+    read = [file for file in files if file.document_id is not None]
+    documents = services.documents.known_documents({file.document_id for file in read if file.document_id is not None})
+    prefills = services.documents.known_prefills({prefill_id(file) for file in read})
+    jobs = services.queue.known({job for file in files if (job := _job_id(file, prefills)) is not None})
+    kept = services.kv_store.describe(list(prefills)) if prefills else {}
+    fidelities = {prefills[holder].fidelity for holder, tiers in kept.items() if any(tiers.values())}
+    digests = {fidelity: services.engine_digest(fidelity) for fidelity in fidelities}
+    return [
+        _document_view(
+            file,
+            documents.get(file.document_id or ""),
+            prefill := prefills.get(prefill_id(file)),
+            jobs.get(_job_id(file, prefills) or ""),
+            _kv(prefill, kept, digests),
+        )
+        for file in files
+    ]
+
+
+def _document_view(
+    file: FileRecord, document: DocumentRecord | None, prefill: PrefillRecord | None, job: Job | None, kv: Json
+) -> dict[str, Any]:
     state = _state(file, prefill)
     stages = dict(document.stage_seconds) if document else {}
     if prefill and prefill.seconds is not None:
@@ -87,7 +117,7 @@ def document_view(services: Services, file: FileRecord) -> dict[str, Any]:
         "cached_tokens": prefill.cached_tokens if prefill else None,
         "layers_recomputed": prefill.layers_recomputed if prefill else None,
         "cold_ttft_s": prefill.cold_ttft_s if prefill else None,
-        **_kv(services, prefill),
+        **kv,
         "kv_ttl_s": file.kv_ttl_s,
         "pin": file.pinned,
     }
@@ -95,7 +125,8 @@ def document_view(services: Services, file: FileRecord) -> dict[str, Any]:
 
 def recall_view(services: Services, file: FileRecord, document: DocumentRecord) -> dict[str, Any]:
     """What each segment's attention kept, by the tokens that the manifest counts."""
-    prefill, prompts = _prefill(services, file), services.model.prompts
+    prefill = services.documents.known_prefills([prefill_id(file)]).get(prefill_id(file))
+    prompts = services.model.prompts
     measured = prefill.segments if prefill and prefill.segments else []
     if prefill and prefill.num_tokens != prompts.prefix_length([document.num_tokens]):
         measured = []  # made with another template: nobody knows how far its tokens were shifted
@@ -114,37 +145,15 @@ def recall_view(services: Services, file: FileRecord, document: DocumentRecord) 
     return {"object": "list", "recall": prefill.recall if prefill else None, "data": data}
 
 
-def _document(services: Services, file: FileRecord) -> DocumentRecord | None:
-    if file.document_id is None:
-        return None
-    try:
-        return services.documents.document(file.document_id)
-    except UnknownRecord:  # deleted between two looks: that must not spoil a whole list
-        return None
-
-
-def _prefill(services: Services, file: FileRecord) -> PrefillRecord | None:
-    if file.document_id is None:
-        return None
-    try:
-        return services.documents.prefill(prefill_id(file))
-    except UnknownRecord:
-        return None
-
-
 def prefill_id(file: FileRecord) -> str:
     """Name of the prefill that this handle stands for; also the holder of its KV."""
     return f"{file.document_id}:{file.fidelity}"
 
 
-def _job(services: Services, file: FileRecord, prefill: PrefillRecord | None) -> Job | None:
-    job_id = prefill.job_id if prefill else file.ingest_job
-    if job_id is None:
-        return None
-    try:
-        return services.queue.get(job_id)
-    except UnknownJob:
-        return None
+def _job_id(file: FileRecord, prefills: Mapping[str, PrefillRecord]) -> str | None:
+    """The job that is, or was last, at work for this handle."""
+    prefill = prefills.get(prefill_id(file))
+    return prefill.job_id if prefill else file.ingest_job
 
 
 def _state(file: FileRecord, prefill: PrefillRecord | None) -> str:
@@ -166,12 +175,14 @@ def _error(file: FileRecord, prefill: PrefillRecord | None) -> Json | None:
     return {"code": "document_failed", "message": file.status_details}
 
 
-def _kv(services: Services, prefill: PrefillRecord | None) -> dict[str, Any]:
-    """`kv`: none | stored | stale, and the bytes on each tier."""
-    tiers = dict(services.kv_store.describe(prefill.id)) if prefill else {}
+def _kv(
+    prefill: PrefillRecord | None, kept: Mapping[str, Mapping[str, int]], digests: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """`kv`: none | stored | stale, and the bytes on each tier. `digests`: the engine's now, by fidelity."""
+    tiers = dict(kept.get(prefill.id, {})) if prefill else {}
     stored = any(tiers.values())
     if prefill is None or not stored:
         return {"kv": "none", "kv_bytes": tiers}
-    current = services.engine_digest(prefill.fidelity)
+    current = digests[prefill.fidelity]
     stale = current is not None and prefill.digest is not None and current != prefill.digest
     return {"kv": "stale" if stale else "stored", "kv_bytes": tiers}

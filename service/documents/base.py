@@ -5,7 +5,7 @@ A *file* is a handle: every upload makes a new one. Handles of identical content
 as `Effects` of a job (service.queue.base), in one transaction with it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -110,6 +110,14 @@ class Documents(Protocol):
 
     def prefill(self, prefill_id: str) -> PrefillRecord:
         """Raises UnknownRecord."""
+        ...
+
+    def known_documents(self, document_ids: Collection[str]) -> Mapping[str, DocumentRecord]:
+        """Those of them that are there, by one question to the store."""
+        ...
+
+    def known_prefills(self, prefill_ids: Collection[str]) -> Mapping[str, PrefillRecord]:
+        """Those of them that are there, by one question to the store."""
         ...
 
     def handles(self, document_id: str) -> Sequence[FileRecord]: ...

@@ -6,7 +6,7 @@ folder of KV, which all workers on one machine may share) has a list of its own 
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar
 
@@ -101,6 +101,16 @@ class RedisDocuments:
         if record is None:
             raise UnknownRecord(f"no prefill {prefill_id!r}")
         return record
+
+    def known_documents(self, document_ids: Collection[str]) -> Mapping[str, DocumentRecord]:
+        return self._known("documents", document_ids, DocumentRecord)
+
+    def known_prefills(self, prefill_ids: Collection[str]) -> Mapping[str, PrefillRecord]:
+        return self._known("prefills", prefill_ids, PrefillRecord)
+
+    def _known(self, table: str, ids: Collection[str], record: type[Record]) -> Mapping[str, Record]:
+        found = self._read(table, list(ids), record)
+        return {record_id: known for record_id, known in zip(ids, found, strict=True) if known is not None}
 
     def handles(self, document_id: str) -> Sequence[FileRecord]:
         ids = self._store.command("smembers", self._store.key("handles", document_id))

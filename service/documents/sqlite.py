@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
-from sqlite3 import Connection
+from sqlite3 import Connection, Row
 from typing import Literal
 
-from service.database import Database
+from service.database import Database, rows_of
 from service.documents.base import DocumentRecord, FileRecord, Json, PrefillRecord, UnknownRecord
 from service.documents.garbage import Garbage
 from service.documents.records import apply_changes, decode, derive_status
@@ -89,18 +89,26 @@ class SqliteDocuments:
 
     def document(self, document_id: str) -> DocumentRecord:
         """Raises UnknownRecord."""
-        with self._database.read() as connection:
-            row = connection.execute("SELECT * FROM documents WHERE id = ?", (document_id,)).fetchone()
-        if row is None:
+        found = self.known_documents([document_id])
+        if not found:
             raise UnknownRecord(f"no document {document_id!r}")
-        return decode(row, DocumentRecord)
+        return found[document_id]
 
     def prefill(self, prefill_id: str) -> PrefillRecord:
-        with self._database.read() as connection:
-            row = connection.execute("SELECT * FROM prefills WHERE id = ?", (prefill_id,)).fetchone()
-        if row is None:
+        found = self.known_prefills([prefill_id])
+        if not found:
             raise UnknownRecord(f"no prefill {prefill_id!r}")
-        return decode(row, PrefillRecord)
+        return found[prefill_id]
+
+    def known_documents(self, document_ids: Collection[str]) -> Mapping[str, DocumentRecord]:
+        return {row["id"]: decode(row, DocumentRecord) for row in self._known("documents", document_ids)}
+
+    def known_prefills(self, prefill_ids: Collection[str]) -> Mapping[str, PrefillRecord]:
+        return {row["id"]: decode(row, PrefillRecord) for row in self._known("prefills", prefill_ids)}
+
+    def _known(self, table: str, ids: Collection[str]) -> list[Row]:
+        with self._database.read() as connection:
+            return rows_of(connection, table, ids)
 
     def handles(self, document_id: str) -> Sequence[FileRecord]:
         with self._database.read() as connection:

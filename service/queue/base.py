@@ -1,6 +1,6 @@
 """The queue's contract: at-least-once delivery with fencing. Every backend passes tests/contracts/queue_contract.py."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -128,11 +128,13 @@ class Queue(Protocol):
         """Sleep until a job of these kinds may be waiting, at most `timeout_s`."""
         ...
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
+    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
         """Take the next job; raises its epoch and attempts.
 
         Tenants have their turns by deficit round-robin, weighted by tokens, whatever their priorities; of one tenant's
         jobs the highest priority goes first, where waiting AGEING_S is worth one step of it.
+
+        `below`: one that costs fewer tokens than this, by turns of their own, whatever stands before it in its line.
         """
         ...
 
@@ -187,6 +189,10 @@ class Queue(Protocol):
 
     def get(self, job_id: str) -> Job:
         """Raises UnknownJob."""
+        ...
+
+    def known(self, job_ids: Collection[str]) -> Mapping[str, Job]:
+        """Those of them that are there, by one question to the store."""
         ...
 
     def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.queue.base import (
@@ -72,8 +72,9 @@ class RedisQueue:
             streams = {self._store.key("queue", kind): end.decode() for kind, end in zip(wanted, ends, strict=True)}
             self._store.read_behind(streams, left_s, count=1)
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
-        flat = self._store.run_once("claim", worker, lease_s, self._site, dumps(sorted(kinds)))
+    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
+        limit = "" if below is None else below
+        flat = self._store.run_once("claim", worker, lease_s, self._site, dumps(sorted(kinds)), limit)
         return decode_job(fields_of(flat)) if flat else None
 
     def extend(self, job: Job, *, lease_s: float) -> None:
@@ -125,6 +126,9 @@ class RedisQueue:
 
     def get(self, job_id: str) -> Job:
         return self._jobs([job_id])[0]
+
+    def known(self, job_ids: Collection[str]) -> Mapping[str, Job]:
+        return {job.id: job for job in self._known_jobs(list(job_ids))}
 
     def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
         try:

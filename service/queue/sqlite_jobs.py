@@ -182,41 +182,47 @@ def any_reader_gone(connection: Connection, uptime: float) -> bool:
     return connection.execute(query, (uptime, boot_id())).fetchone() is not None
 
 
-def has_queued(connection: Connection, kinds: Sequence[str], uptime: float) -> bool:
-    """Whether one may be claimed now."""
+def has_queued(connection: Connection, kinds: Sequence[str], uptime: float, below: int | None = None) -> bool:
+    """Whether one may be claimed now (that costs less than `below`)."""
+    index, cheap = ("jobs_line", "") if below is None else ("jobs_cost", "AND cost_tokens < :below ")
     query = (
-        "SELECT 1 FROM jobs INDEXED BY jobs_line "
-        f"WHERE state = 'queued' AND kind IN (SELECT value FROM json_each(:kinds)) AND {_RESTED} LIMIT 1"
+        f"SELECT 1 FROM jobs INDEXED BY {index} "
+        f"WHERE state = 'queued' AND kind IN (SELECT value FROM json_each(:kinds)) {cheap}AND {_RESTED} LIMIT 1"
     )
-    values = {"kinds": json.dumps(list(kinds)), "now": uptime}
+    values = {"kinds": json.dumps(list(kinds)), "now": uptime, "below": below}
     return connection.execute(query, values).fetchone() is not None
 
 
-def pick(connection: Connection, kinds: Sequence[str], uptime: float) -> str | None:
-    """The next queued job of these kinds: tenants in fair turns, of each the first of its line."""
+def pick(connection: Connection, kinds: Sequence[str], uptime: float, below: int | None = None) -> str | None:
+    """The next queued job of these kinds: tenants in fair turns, of each the first of its line (that costs less)."""
     heads: dict[str, Row] = {}
     for kind in kinds:
-        for row in _heads(connection, kind, uptime):
+        for row in _heads(connection, kind, uptime, below):
             other = heads.get(row["tenant"])
             if other is None or row["place"] < other["place"]:
                 heads[row["tenant"]] = row
     if not heads:
         return None
     costs = {tenant: row["cost_tokens"] for tenant, row in heads.items()}
-    return str(heads[_fair_tenant(connection, ",".join(sorted(kinds)), costs)]["id"])
+    lane = ",".join(sorted(kinds)) + ("" if below is None else "<")
+    return str(heads[_fair_tenant(connection, lane, costs)]["id"])
 
 
-def _heads(connection: Connection, kind: str, uptime: float) -> Iterator[Row]:
-    """The first job of each tenant, by index look-ups alone, however long the queue is."""
+def _heads(connection: Connection, kind: str, uptime: float, below: int | None) -> Iterator[Row]:
+    """The first job of each tenant, by index look-ups alone, however long the queue is.
+
+    With `below` the lines are gone along instead; who has looked with `has_queued` knows that it is for something.
+    """
+    cheap = "" if below is None else "AND cost_tokens < :below "
     query = (
         f"SELECT tenant, id, cost_tokens, {_PLACE} AS place FROM jobs INDEXED BY jobs_line "
-        f"WHERE state = 'queued' AND kind = :kind AND tenant > :tenant AND {_RESTED} "
+        f"WHERE state = 'queued' AND kind = :kind AND tenant > :tenant {cheap}AND {_RESTED} "
         f"ORDER BY tenant, {_PLACE} LIMIT 1"
     )
-    row: Row | None = connection.execute(query, {"kind": kind, "tenant": "", "now": uptime}).fetchone()
-    while row is not None:
+    values = {"kind": kind, "tenant": "", "now": uptime, "below": below}
+    while (row := connection.execute(query, values).fetchone()) is not None:
         yield row
-        row = connection.execute(query, {"kind": kind, "tenant": row["tenant"], "now": uptime}).fetchone()
+        values["tenant"] = row["tenant"]
 
 
 def _fair_tenant(connection: Connection, lane: str, costs: dict[str, int]) -> str:

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from sqlite3 import Row
 
-from service.database import Database
+from service.database import Database, rows_of
 from service.queue import sqlite_jobs as jobs
 from service.queue.base import (
     FINAL_STATES,
@@ -70,14 +70,14 @@ class SqliteQueue:
                 news.wait(left_s)
                 news.clear()
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float) -> Job | None:
+    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
         wanted = tuple(kinds)
         with self._database.read() as connection:
-            if not jobs.has_queued(connection, wanted, self._uptime()):
+            if not jobs.has_queued(connection, wanted, self._uptime(), below):
                 return None
         now = self._clock()
         with self._database.write(durable=False) as connection:
-            job_id = jobs.pick(connection, wanted, self._uptime())
+            job_id = jobs.pick(connection, wanted, self._uptime(), below)
             if job_id is None:
                 return None
             job = jobs.start(connection, job_id, worker, self._uptime() + lease_s, now)
@@ -173,6 +173,10 @@ class SqliteQueue:
     def get(self, job_id: str) -> Job:
         with self._database.read() as connection:
             return jobs.decode(jobs.fetch(connection, job_id))
+
+    def known(self, job_ids: Collection[str]) -> Mapping[str, Job]:
+        with self._database.read() as connection:
+            return {row["id"]: jobs.decode(row) for row in rows_of(connection, "jobs", job_ids)}
 
     def events(self, job_id: str, after_seq: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
         return next_events(lambda: self._read_events(job_id, after_seq), self._event_waiters, job_id, timeout_s)

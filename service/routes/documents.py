@@ -22,7 +22,7 @@ from service.schemas import DocumentPatch, SummaryRequest
 from service.sse import EventStream
 from service.summary import summary_chat
 from service.uploads import clean_name
-from service.views import document_view, page, prefill_id, recall_view
+from service.views import document_view, document_views, page, prefill_id, recall_view
 from service.waiting import failed
 
 router = APIRouter(prefix="/v1/documents")
@@ -63,7 +63,7 @@ def list_documents(
     after: str | None = None,
 ) -> dict[str, Any]:
     records = services.documents.files(tenant, limit=limit + 1, after=after, order=order, purpose=None)
-    return page(records, lambda record: document_view(services, record), limit=limit)
+    return page(records, lambda files: document_views(services, files), limit=limit)
 
 
 @router.get("/{any_id}")

@@ -13,7 +13,7 @@ from service.errors import NotFound
 from service.intake import find_file, get_file, take_upload
 from service.kv_policy import delete_handle
 from service.uploads import zip_stream
-from service.views import file_view, page
+from service.views import file_view, file_views, page
 
 router = APIRouter(prefix="/v1/files")
 
@@ -36,7 +36,7 @@ def list_files(
     purpose: str | None = None,
 ) -> dict[str, Any]:
     records = services.documents.files(tenant, limit=limit + 1, after=after, order=order, purpose=purpose)
-    return page(records, file_view, limit=limit)
+    return page(records, file_views, limit=limit)
 
 
 @router.get("/{file_id}")

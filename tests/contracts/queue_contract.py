@@ -95,6 +95,11 @@ def emit_when_told(backend: Backend, job: Job, go: Any, sent_at: Any) -> None:
             queue.emit(job, [("token", {"text": str(number)})])
 
 
+def claimed(job: Job | None) -> Job:
+    assert job is not None
+    return job
+
+
 class QueueContract:
     @pytest.fixture
     def clock(self) -> Clock:
@@ -201,6 +206,35 @@ class QueueContract:
             queue.put(NewJob("prefill", "short", {}, cost_tokens=10_000, job_id=f"short-{number}"))
         served = Counter(self.claim(queue, "prefill").tenant for _ in range(36))
         assert 25 <= served["short"] <= 33  # one long to five short: 30 of 36
+
+    def test_short_jobs_are_found_behind_long_ones(self, queue: Queue, clock: Clock) -> None:
+        for name, cost in [("long", 50_000), ("longer", 90_000), ("short", 900), ("shorter", 800)]:
+            queue.put(NewJob("prefill", "t", {}, cost_tokens=cost, job_id=name))
+            clock.now += 0.1
+        queue.put(NewJob("answer", "t", {}, cost_tokens=1, job_id="answer"))
+
+        def overtaking() -> str | None:
+            job = queue.claim("w", ["prefill"], lease_s=LEASE_S, below=50_000)
+            return None if job is None else job.id
+
+        assert [overtaking() for _ in range(3)] == ["short", "shorter", None], "in the order of their line"
+        queue.put(NewJob("prefill", "t", {}, cost_tokens=500, job_id="gone"))
+        queue.cancel("gone")
+        queue.put(NewJob("prefill", "t", {}, cost_tokens=500, job_id="resting"))
+        queue.fail(claimed(queue.claim("w", ["prefill"], lease_s=LEASE_S, below=501)), {"code": "x"}, retry=True)
+        assert overtaking() is None
+        clock.now += retry_delay_s(1)
+        assert overtaking() == "resting"
+        assert [self.claim(queue, "prefill").id for _ in range(2)] == ["long", "longer"]
+
+    def test_a_flood_of_short_jobs_holds_up_no_other_tenants(self, queue: Queue, clock: Clock) -> None:
+        for number in range(50):
+            queue.put(NewJob("prefill", "flood", {}, cost_tokens=100, job_id=f"flood-{number}"))
+        for tenant in ("a", "b"):
+            queue.put(NewJob("prefill", tenant, {}, cost_tokens=50_000))
+            queue.put(NewJob("prefill", tenant, {}, cost_tokens=500, job_id=tenant))
+        served = [claimed(queue.claim("w", ["prefill"], lease_s=LEASE_S, below=1000)).id for _ in range(4)]
+        assert {"a", "b"} <= set(served)
 
     # --- leases and fencing ------------------------------------------------------------------------------------
 
@@ -352,6 +386,11 @@ class QueueContract:
         queue.finish(job, {"text": "done"})
         assert queue.cancel(job.id).state == "succeeded"
         assert queue.events(job.id)[-1].data["state"] == "succeeded"
+
+    def test_known_leaves_out_what_is_not_there(self, queue: Queue) -> None:
+        jobs = [queue.put(NewJob("answer", "t", {"number": number})) for number in range(3)]
+        assert queue.known([job.id for job in jobs] + ["nobody"]) == {job.id: job for job in jobs}
+        assert queue.known([]) == {}
 
     def test_unknown_job(self, queue: Queue) -> None:
         for ask in (queue.get, queue.cancel, queue.events):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.kv_store import CacheEntry, KVCatalog, LocalKVStore
+from service.local_kv import LocalKV
 from tests.contracts.kv_store_contract import Clock, full_bytes
 from tests.kv_store.conftest import MakeStore
 from tests.kv_store.kv_data import LAYOUT, chain, store_chain
@@ -29,6 +30,20 @@ def test_describe_counts_shared_segments_for_each_holder(two_documents: LocalKVS
     assert catalog.describe("nobody") == {"disk": 0, "host": 0}
     assert catalog.usage() == {"disk": full_bytes(A) + full_bytes(B[1:]), "host": 0}
     assert catalog.stored_bytes == full_bytes(A) + full_bytes(B[1:])
+
+
+def test_many_holders_are_described_as_each_of_them(make_store: MakeStore, catalog: KVCatalog) -> None:
+    store = make_store(host_bytes=2**20)
+    for name, links in (("a", A), ("b", B)):
+        store_chain(store, links, owner=name, first=store.match(links))
+        store.attach(links, name, ttl_s=None, pinned=False)
+    reader = store.open_reader(B)
+    for layer in range(5):
+        reader.read_layer(layer)
+    reader.close()
+    described = LocalKV(catalog).describe(["a", "b", "nobody"])
+    assert described == {holder: catalog.describe(holder) for holder in ("a", "b", "nobody")}
+    assert described["b"]["host"] > 0
 
 
 def test_host_memory_of_the_worker_is_seen_from_outside(make_store: MakeStore, catalog: KVCatalog) -> None:

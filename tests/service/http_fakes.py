@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class FakeKV:
     stored: dict[str, int] = field(default_factory=dict)
     policies: dict[str, tuple[float | None, bool]] = field(default_factory=dict)
 
-    def describe(self, holder: str) -> Mapping[str, int]:
-        return {"disk": self.stored.get(holder, 0), "host": 0}
+    def describe(self, holders: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        return {holder: {"disk": self.stored.get(holder, 0), "host": 0} for holder in holders}
 
     def usage(self) -> Mapping[str, int]:
         return {"disk": sum(self.stored.values()), "host": 0}

@@ -58,6 +58,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> No
             "DROP TABLE readers",
             "DROP INDEX jobs_line",
             "DROP INDEX jobs_finished",
+            "DROP INDEX jobs_cost",
             "ALTER TABLE jobs DROP COLUMN lease_boot",
             "CREATE INDEX jobs_queued ON jobs (kind, tenant, priority, created_at) WHERE state = 'queued'",
             "PRAGMA user_version = 1",
@@ -70,7 +71,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> No
         assert "segments" in [row["name"] for row in connection.execute("PRAGMA table_info(prefills)")]
         assert connection.execute("SELECT * FROM objects").fetchall() == []
         indexes = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
-        assert {"jobs_line", "jobs_finished"} <= indexes
+        assert {"jobs_line", "jobs_finished", "jobs_cost"} <= indexes
         assert "jobs_queued" not in indexes
     database.close()
     Database(path).close()

@@ -89,9 +89,10 @@ end
 
 local function enqueue(id, not_before)
   local kind, tenant, lane = lane_of(id)
-  local row = redis.call('HMGET', key('job', id), 'created_at', 'priority')
+  local row = redis.call('HMGET', key('job', id), 'created_at', 'priority', 'cost_tokens')
   redis.call('HSET', key('job', id), 'state', 'queued', 'since', stamp(now))
   redis.call('ZADD', key('queued', lane), row[1], id)
+  redis.call('ZADD', key('costs', lane), row[3], id)
   redis.call('ZADD', key('tenants', kind), 0, tenant)
   if not_before and not_before > now then
     redis.call('ZADD', key('resting'), stamp(not_before), id)
@@ -105,6 +106,7 @@ end
 local function leave_line(id)
   local kind, tenant, lane = lane_of(id)
   redis.call('ZREM', key('queued', lane), id)
+  redis.call('ZREM', key('costs', lane), id)
   redis.call('ZREM', key('line', lane), id)
   redis.call('ZREM', key('resting'), id)
   if redis.call('EXISTS', key('queued', lane)) == 0 then
@@ -150,12 +152,30 @@ local function head(lane, site)
   end
 end
 
--- The first job of each tenant among these kinds: tenant, id, cost; by tenant.
-local function heads(kinds, site)
+-- The same among the cheapest of a line, of those that cost less than `below`.
+local function short_head(lane, site, below)
+  local first, first_place
+  local ids = redis.call('ZRANGEBYSCORE', key('costs', lane), '-inf', '(' .. below, 'LIMIT', 0, LOOK_AHEAD)
+  for _, id in ipairs(ids) do
+    local place = tonumber(redis.call('ZSCORE', key('line', lane), id))  -- none while it rests
+    if place and (not first or place < first_place) and not is_kept_for_another(id, site) then
+      first, first_place = id, place
+    end
+  end
+  return first, first_place
+end
+
+-- The first job of each tenant among these kinds (that costs less than `below`): tenant, id, cost; by tenant.
+local function heads(kinds, site, below)
   local best, names = {}, {}
   for _, kind in ipairs(kinds) do
     for _, tenant in ipairs(redis.call('ZRANGE', key('tenants', kind), 0, -1)) do
-      local id, place = head(kind .. ':' .. tenant, site)
+      local lane, id, place = kind .. ':' .. tenant, nil, nil
+      if below then
+        id, place = short_head(lane, site, below)
+      else
+        id, place = head(lane, site)
+      end
       if id then
         if not best[tenant] then
           names[#names + 1] = tenant
