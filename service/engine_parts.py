@@ -8,6 +8,9 @@ from typing import Protocol
 from engine.interfaces import Engine, KVLayout
 from engine.kv_store import Counters, DiskLimits, LocalKVStore
 from engine.model_folder import resolve_model
+from engine.plan import plan
+from engine.resume import ResumeFolder
+from engine.spec import load_spec
 from service.backend import KVReport
 from service.housekeeping import KVChores
 from service.metrics import Metrics
@@ -31,6 +34,8 @@ class EngineParts:
     close: Callable[[], None]
     kv_report: KVReport
     device: str = "cpu"
+    prefill_bytes: Callable[[int], int] = lambda num_tokens: 0  # memory that a prefill of so many tokens holds
+    sweep_resume: Callable[[], int] = lambda: 0  # forgets resume points that nobody came back to; bytes freed
 
 
 class StoreReport:
@@ -55,6 +60,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     folder = resolve_model(settings.model, cache_dir=settings.cache_dir)
     model = ServedModel.load(settings.model, folder)
     stores: list[LocalKVStore] = []
+    spec = load_spec(folder)
 
     def open_store(layout: KVLayout) -> TimedKVStore:
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
@@ -67,6 +73,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         return TimedKVStore(store, metrics)
 
     shown: dict[str, str] = {}
+    resume_dir = settings.data_dir / "resume"
 
     def report() -> None:
         for op, (path, _) in paths().items():
@@ -78,7 +85,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     engine = open_engine(
         folder,
         open_store,
-        resume_dir=settings.data_dir / "resume",
+        resume_dir=resume_dir,
         resume_bytes=settings.resume_bytes,
         checkpoint_s=settings.checkpoint_s,
         device=settings.device,
@@ -86,5 +93,21 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         threads=settings.threads,
     )
     (store,) = stores
-    tokenizer_file = folder / "tokenizer.json"
-    return EngineParts(engine, store, model, tokenizer_file, report, store.close, StoreReport(store), engine.device)
+    itemsize = max(2, store.layout.bytes_per_token // spec.kv_bytes_per_token(1))
+
+    def prefill_bytes(num_tokens: int) -> int:
+        needs = plan(spec, num_tokens, itemsize=itemsize)
+        return needs.peak_memory_bytes - needs.weight_bytes
+
+    return EngineParts(
+        engine,
+        store,
+        model,
+        folder / "tokenizer.json",
+        report,
+        store.close,
+        StoreReport(store),
+        engine.device,
+        prefill_bytes,
+        ResumeFolder(resume_dir, cap_bytes=settings.resume_bytes).sweep,
+    )

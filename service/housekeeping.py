@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -30,11 +31,18 @@ class KVChores(KeepsPolicies, Protocol):
 class Housekeeper:
     """`tick` is one round, due every TICK_S."""
 
-    def __init__(self, context: StageContext, documents: CollectedDocuments, kv: KVChores) -> None:
+    def __init__(
+        self,
+        context: StageContext,
+        documents: CollectedDocuments,
+        kv: KVChores,
+        sweep_resume: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._files_dir = context.settings.files_dir
         self._queue = context.queue
         self._documents = documents
         self._kv = kv
+        self._sweep_resume = sweep_resume
         self._metrics = context.metrics
         self._clock = context.clock
         self._ticks = 0
@@ -46,6 +54,7 @@ class Housekeeper:
             self.expire()
             self._documents.collect(self._remove)
             self._kv.sweep()
+            self._sweep_resume()
             self._queue.prune(self._clock() - JOBS_KEPT_S)
 
     def expire(self) -> None:

@@ -1,4 +1,9 @@
-"""Which job's next step the worker does. Answers first, one token each; then one step of one prefill; and again."""
+"""Which job's next step the worker does: first tokens of new questions, then one token of each answer under way, then
+one step of one prefill; and again.
+
+A job is claimed when its turn has come and no earlier: what this worker can't do yet is for another that is idle, and
+who is next is decided by who waits then.
+"""
 
 import logging
 import threading
@@ -15,7 +20,9 @@ log = logging.getLogger(__name__)
 
 MAX_ANSWERS = 8  # that take turns, one token each
 MAX_WAITING = 32  # answers that wait for KV to be made
-MAX_PREFILLS = 2  # a long one, and a short one that overtakes it
+MAX_PREFILLS = 4  # jobs: a long one, and shorter ones that overtake it
+OVERTAKING = 0.5  # of the work that the shortest has left: who overtakes it has less
+QUESTIONS_S = 0.25  # new questions have their first tokens one after the other until so much time is used
 IDLE_S = 0.5
 COUNTED_S = 0.5  # computing is counted when there is so much of it, or nothing to do
 PARKED_S = 0.02
@@ -34,7 +41,7 @@ class Scheduler:
         self._worker = worker
         self._answers: dict[str, AnswerJob] = {}
         self._prefills: dict[str, PrefillJob] = {}
-        self._runs = PrefillRuns()
+        self._runs = PrefillRuns(context.admission)
         self._ready: list[AnswerJob] = []  # their KV was made while others answered; first come, first served
         self._parked: Job | None = None
         self._stop = threading.Event()
@@ -62,9 +69,9 @@ class Scheduler:
 
     def _round(self) -> None:
         self._drop_lost()
-        self._begin_ready()
-        self._claim_while_room()
+        self._start_parked()
         self._step_answers()
+        self._claim_prefill()
         if run := self._runs.next():
             self._step_prefill(run)
         elif not self._answers:
@@ -79,42 +86,47 @@ class Scheduler:
 
     # --- claiming ----------------------------------------------------------------------------------------------
 
-    def _claim_while_room(self) -> None:
-        if self._parked is not None:
-            self._start_parked()
-        elif self.alone.is_set() and self._tasks():
-            return
-        else:
-            self.alone.clear()
-            self._claim("answer")
+    def _claim_prefill(self) -> None:
+        """The next one where none is under way; beside others only one that will soon be through."""
+        jobs = list(self._prefills.values())
+        if not jobs:
             self._claim("prefill")
+        elif len(jobs) < MAX_PREFILLS and (below := int(OVERTAKING * self._runs.least_left(jobs))) > 0:
+            self._claim("prefill", below=below)
 
-    def _claim(self, kind: JobKind) -> None:
-        settings = self._context.settings
-        while self._parked is None and self._has_room(kind):
-            job = self._context.queue.claim(self._worker, [kind], lease_s=settings.lease_s)
-            if job is None:
-                return
-            self._context.leases.hold(job)
-            self._context.claimed(job)
-            if 1 < settings.max_attempts <= job.attempts:
-                # Whatever ended the attempts before must not take others along: the last one runs by itself.
-                self._parked = job
-            else:
-                self._start(job)
-
-    def _has_room(self, kind: JobKind) -> bool:
-        """Answers that wait for a prefill keep no others from answering."""
-        if kind == "prefill":
-            return len(self._prefills) < MAX_PREFILLS
+    def _claim_answer(self) -> bool:
+        """False where no other can begin now. Answers that wait for a prefill keep none from answering."""
         answering = self._answering()
-        return answering + len(self._ready) < MAX_ANSWERS and len(self._answers) - answering < MAX_WAITING
+        if answering + len(self._ready) >= MAX_ANSWERS or len(self._answers) - answering >= MAX_WAITING:
+            return False
+        return self._claim("answer")
+
+    def _claim(self, kind: JobKind, *, below: int | None = None) -> bool:
+        """Whether a job was begun."""
+        if self._stop.is_set() or self._parked is not None or self.alone.is_set():
+            return False
+        settings = self._context.settings
+        job = self._context.queue.claim(self._worker, [kind], lease_s=settings.lease_s, below=below)
+        if job is None:
+            return False
+        self._context.leases.hold(job)
+        self._context.claimed(job)
+        if 1 < settings.max_attempts <= job.attempts:
+            # Whatever ended the attempts before must not take others along: the last one runs by itself.
+            self._parked = job
+            return False
+        self._start(job)
+        return True
 
     def _answering(self) -> int:
         return sum(answer.answering for answer in self._answers.values())
 
     def _start_parked(self) -> None:
-        assert self._parked is not None
+        """The parked job, as soon as nothing else runs here; others behind it when it has ended."""
+        if self._parked is None:
+            if not self._tasks():
+                self.alone.clear()
+            return
         self.alone.set()
         if not self._tasks() and not self.ingesting.is_set():
             job, self._parked = self._parked, None
@@ -149,15 +161,38 @@ class Scheduler:
             self._fail(answer, error)
 
     def _step_answers(self) -> None:
-        answering = [answer for answer in self._answers.values() if answer.answering]
+        answering = [answer for answer in self._answers.values() if answer.has_begun]
+        begun = self._first_tokens()
         for answer in answering:
-            with logged(answer.job):
-                self._step_answer(answer)
+            self._step_answer(answer)
         if self._runs.runs:  # a prefill's step may take long
-            for answer in answering:
+            for answer in (*answering, *begun):
                 self._flush(answer)
 
+    def _first_tokens(self) -> list[AnswerJob]:
+        """Read new questions until time is up: one alone may take longer than a token of each answer."""
+        begun, started = list[AnswerJob](), time.perf_counter()
+        while time.perf_counter() - started < QUESTIONS_S and (answer := self._new_question()) is not None:
+            self._step_answer(answer)
+            begun.append(answer)
+        return begun
+
+    def _new_question(self) -> AnswerJob | None:
+        """The oldest that has KV and no token yet; claimed if there is none."""
+        while not self._stop.is_set():
+            self._begin_ready()
+            for answer in self._answers.values():
+                if answer.answering and not answer.has_begun:
+                    return answer
+            if not self._claim_answer():
+                return None
+        return None
+
     def _step_answer(self, answer: AnswerJob) -> None:
+        with logged(answer.job):
+            self._step_logged(answer)
+
+    def _step_logged(self, answer: AnswerJob) -> None:
         started = time.perf_counter()
         try:
             missing = answer.step()

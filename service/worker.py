@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 from engine.errors import ModelError
 from engine.threads import share_cores
+from service.admission import Admission
 from service.auth import AuthError, KeyRing
 from service.backend import FleetDiffers, SharedDirMissing, open_worker_backend
 from service.engine_parts import EngineParts, open_engine_parts
@@ -75,10 +76,11 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             clock=time.time,
             device=parts.device,
             traces=traces,
+            admission=Admission(parts.prefill_bytes),
         )
         report_gpus = gpu_reporter(metrics)
         stack.callback(metrics.flush)
-        housekeeper = Housekeeper(context, backend.documents, parts.kv)
+        housekeeper = Housekeeper(context, backend.documents, parts.kv, parts.sweep_resume)
         try:
             housekeeper.sweep_orphans()
         except QueueUnavailable as error:

@@ -54,6 +54,11 @@ class AnswerJob:
     def answering(self) -> bool:
         return self._answer is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """It has its first token: the question's rows are computed, each further step is short."""
+        return self._answer is not None and self._answer.completion_tokens > 0
+
     def start(self) -> PrefillRequest | None:
         """Begin to answer; returns the prefill that must come first where KV is missing.
 

@@ -12,6 +12,7 @@ import numpy as np
 from engine.chain import TokenIds
 from engine.errors import InvalidRequest
 from engine.interfaces import Engine
+from service.admission import Admission
 from service.documents.base import DocumentRecord, Documents, UnknownRecord
 from service.kv_policy import KeepsPolicies
 from service.leases import LeaseKeeper
@@ -51,6 +52,7 @@ class StageContext:
     clock: Callable[[], float]  # unix seconds
     device: str = "cpu"
     traces: Traces = field(default_factory=Traces)
+    admission: Admission = field(default_factory=Admission)
 
     def salt(self, tenant: str) -> bytes:
         return tenant_salt(self.secret, tenant)

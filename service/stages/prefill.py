@@ -4,11 +4,13 @@ A prefill job and the answers that found no KV join the same run; it ends early 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from engine.interfaces import Fidelity, Prefill, PrefillRequest, PrefillResult
+from service.admission import Admission
 from service.kv_policy import apply_kv_policy, kv_policy
 from service.payloads import PrefillPayload
 from service.queue.base import Effects, Job, LeaseLost, QueueUnavailable, RecordChange
@@ -45,10 +47,14 @@ class PrefillRun:
         return any(waiter.job.kind == "answer" for waiter in self.waiters)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.request.tokens)
+
+    @property
     def left(self) -> float:
         """Tokens of work left, for picking the shorter one."""
         done = self.prefill.progress if self.prefill is not None else 0.0
-        return len(self.request.tokens) * (1.0 - done)
+        return self.num_tokens * (1.0 - done)
 
     def step(self, start: Callable[[PrefillRequest], Prefill]) -> bool:
         """One bounded step; True while there is more. Raises what the engine raises."""
@@ -72,11 +78,12 @@ class PrefillRun:
 class PrefillRuns:
     """All runs, oldest first."""
 
-    MAX_STARTED = 4  # each holds the hidden states of its document
+    MAX_STARTED = 4
     FAIR_TURN = 4  # each so-many-th step goes to the oldest run, so that short ones can't starve it
 
-    def __init__(self) -> None:
+    def __init__(self, admission: Admission) -> None:
         self.runs: dict[str, PrefillRun] = {}
+        self._admission = admission
         self._turn = 0
 
     def join(self, request: PrefillRequest, waiter: Waiter) -> None:
@@ -94,14 +101,38 @@ class PrefillRuns:
 
     def next(self) -> PrefillRun | None:
         """Interactive ones first, then the one with least left; the oldest has its turn now and then."""
-        started = [run for run in self.runs.values() if run.prefill is not None]
-        open_runs = started if len(started) >= self.MAX_STARTED else list(self.runs.values())
+        open_runs = self._open_runs()
         if not open_runs:
             return None
         self._turn += 1
         if self._turn % self.FAIR_TURN == 0:
             return open_runs[0]
-        return min(open_runs, key=lambda run: (not run.interactive, run.left))
+        return min(open_runs, key=_urgency)
+
+    def _open_runs(self) -> list[PrefillRun]:
+        """Those under way, and those that may begin beside them."""
+        started = [run for run in self.runs.values() if run.prefill is not None]
+        if len(started) >= self.MAX_STARTED:
+            return started
+        if not started:
+            self._admission.measure()
+            return sorted(self.runs.values(), key=_urgency)[:1]
+        open_runs, sizes, older = list[PrefillRun](), [run.num_tokens for run in started], list[int]()
+        held_up = False  # one waits for memory that only younger ones have: no more of them begin
+        for run in self.runs.values():
+            if run.prefill is not None:
+                older.append(run.num_tokens)
+                open_runs.append(run)
+            elif not held_up and self._admission.fits(run.num_tokens, sizes):
+                open_runs.append(run)
+            else:
+                held_up = held_up or self._admission.fits(run.num_tokens, older)
+        return open_runs
+
+    def least_left(self, jobs: Collection[Waiter]) -> float:
+        """Tokens of work left in the shortest run that one of these waits for; infinite without any."""
+        waited = (run for run in self.runs.values() if any(waiter in jobs for waiter in run.waiters))
+        return min((run.left for run in waited), default=math.inf)
 
     def end(self, run: PrefillRun) -> list[Waiter]:
         """The run is over; returns who waited for it."""
@@ -112,6 +143,10 @@ class PrefillRuns:
         for run in self.runs.values():
             run.suspend()
         self.runs.clear()
+
+
+def _urgency(run: PrefillRun) -> tuple[bool, float]:
+    return (not run.interactive, run.left)
 
 
 class PrefillJob:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.interfaces import SamplingParams
+from service.admission import Admission
 from service.database import Database, database_path
 from service.documents.sqlite import SqliteDocuments
 from service.leases import LeaseKeeper
@@ -25,7 +26,14 @@ from tests.service.prompt_models import save_folder
 
 
 class Bench:
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefill_bytes: Callable[[int], int] = lambda num_tokens: 0,
+        free_bytes: int = 1 << 40,
+        **settings: Any,
+    ) -> None:
         model = save_folder(folder / "model", "chatml")
         values: dict[str, Any] = {"data_dir": folder / "data", "model": str(model), "lease_s": 5.0, **settings}
         self.settings = Settings(**values).resolved()
@@ -47,6 +55,7 @@ class Bench:
             metrics=self.metrics,
             secret=b"s" * 32,
             clock=time.time,
+            admission=Admission(prefill_bytes, lambda: free_bytes),
         )
 
     @property

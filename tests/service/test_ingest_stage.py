@@ -1,8 +1,10 @@
 """The ingest stage: what it commits, and that nothing else is left behind."""
 
 import dataclasses
+import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.housekeeping import Housekeeper
+from engine.resume import ResumeFolder
+from service.housekeeping import SLOW_TICKS, Housekeeper
 from service.ingest.base import IngestError, IngestSummary, Source
 from service.queue.base import Effects, Job, LeaseLost, NewJob, RecordChange
 from service.stages.ingest import QUESTION_TOKENS, IngestJob, IngestLoop, Stopping, document_id_of
@@ -272,6 +275,21 @@ def test_reclaimed_jobs_are_counted(bench: Bench) -> None:
     bench.queue.claim("gone", ["answer"], lease_s=-1)
     housekeeper(bench).tick()
     assert bench.sample("foreword_lease_reclaims_total") == 1
+
+
+def test_old_resume_points_are_swept_while_nothing_is_prefilled(bench: Bench) -> None:
+    folder = bench.settings.data_dir / "resume"
+    folder.mkdir()
+    old, fresh = folder / "old.resume", folder / "fresh.resume"
+    for file in (old, fresh):
+        file.write_bytes(b"x" * 100)
+    resume = ResumeFolder(folder, cap_bytes=1 << 20, idle_ttl_s=3600)
+    keeper = Housekeeper(bench.context, bench.documents, bench.kv, resume.sweep)
+    os.utime(old, (time.time() - 7200,) * 2)
+    for _ in range(SLOW_TICKS):
+        assert old.exists()
+        keeper.tick()
+    assert (old.exists(), fresh.exists()) == (False, True)
 
 
 def test_missing_upload_is_an_error_not_a_crash(bench: Bench) -> None:

@@ -1,6 +1,8 @@
 """The worker's scheduler and its prefill and answer stages, around an engine that computes nothing."""
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pytest
 
 from engine.errors import KVMissing
 from engine.interfaces import AnswerDelta
+from service.admission import MARGIN_BYTES
 from service.database import DatabaseUnavailable
 from service.queue.base import Job, JobKind
-from service.scheduler import MAX_ANSWERS, EngineBroken
+from service.scheduler import MAX_ANSWERS, QUESTIONS_S, EngineBroken
 from tests.service.bench import Bench, until
 from tests.service.fake_engine import LAYERS, STEP_S, FakeAnswer, FakePrefill
 
@@ -189,6 +192,86 @@ def test_short_prefill_overtakes_a_long_one(bench: Bench) -> None:
         assert bench.queue.get("job-long").state == "running"
     assert owners.count("job-long") >= 2, "the long one has its turn all the same"
     assert owners.count("job-long") <= len(owners) / 2
+
+
+def test_a_short_prefill_overtakes_however_many_long_ones_wait(bench: Bench) -> None:
+    for number in range(6):
+        bench.add_document(f"long{number}", f"{number} {LONG}", cost_tokens=5000)
+    with bench.working():
+        until(lambda: running(bench, "job-long0"))
+        bench.add_document("short", "text", cost_tokens=10)
+        assert bench.ended("job-short").state == "succeeded"
+        waiting = [bench.queue.get(f"job-long{number}").state for number in range(1, 6)]
+    assert waiting == ["queued"] * 5, "each of them is for a worker that has nothing to do"
+
+
+def test_a_prefill_as_long_as_what_is_left_of_another_is_left_to_others(bench: Bench) -> None:
+    bench.add_document("long", LONG)
+    with bench.working():
+        until(lambda: running(bench, "job-long"))
+        left = int(length(bench, "long") * (1 - bench.queue.get("job-long").progress))
+        bench.add_document("same", "text", cost_tokens=left)
+        bench.add_document("half", "text ", cost_tokens=left // 3)
+        assert bench.ended("job-half").state == "succeeded"
+        assert bench.queue.get("job-same").state == "queued"
+        taken = bench.queue.claim("idle", ["prefill"], lease_s=60)
+    assert taken is not None
+    assert taken.id == "job-same"
+
+
+def test_prefills_that_do_not_fit_together_wait_for_each_other(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, free_bytes=MARGIN_BYTES + 6000, prefill_bytes=lambda tokens: tokens)
+    bench.add_document("long", LONG)  # 5000 tokens
+    with bench.working():
+        until(lambda: running(bench, "job-long"))
+        bench.add_document("large", "SLOW " * 400, cost_tokens=2000)
+        bench.add_document("small", "text", cost_tokens=10)
+        assert bench.ended("job-small").state == "succeeded", "what fits goes on"
+        until(lambda: bench.queue.get("job-large").state == "running")
+        assert len(bench.engine.prefills) == 2
+        bench.queue.cancel("job-long")
+        assert bench.ended("job-large").state == "succeeded"
+    bench.close()
+
+
+def test_a_long_prefill_goes_on_through_a_flood_of_questions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.add_document("long", LONG)
+    step = FakeAnswer.step
+
+    def takes_long(answer: FakeAnswer) -> AnswerDelta:
+        if answer.completion_tokens == 0:
+            time.sleep(QUESTIONS_S / 2)
+        return step(answer)
+
+    monkeypatch.setattr(FakeAnswer, "step", takes_long)
+    with bench.working():
+        until(lambda: running(bench, "job-long"))
+        bench.engine.steps.clear()
+        jobs = [bench.ask(max_tokens=2) for _ in range(12)]
+        assert all(bench.ended(job).state == "succeeded" for job in jobs)
+    firsts = [step for step in bench.engine.steps if step in (("answer", "0"), ("prefill", "job-long"))]
+    assert [kind for kind, _ in firsts].count("answer") == 12
+    runs = [len(list(same)) for kind, same in itertools.groupby(kind for kind, _ in firsts) if kind == "answer"]
+    assert max(runs) <= 3, "the prefill has a step as soon as a turn's time for questions is used up"
+
+
+def test_what_one_worker_has_no_time_for_is_left_to_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, reading = threading.Event(), threading.Event()
+    step = FakeAnswer.step
+
+    def held(answer: FakeAnswer) -> AnswerDelta:
+        reading.set()
+        assert gate.wait(20)
+        return step(answer)
+
+    monkeypatch.setattr(FakeAnswer, "step", held)
+    jobs = [bench.ask() for _ in range(4)]
+    with bench.working():
+        assert reading.wait(20)
+        states = [bench.queue.get(job).state for job in jobs]
+        gate.set()
+        assert all(bench.ended(job).state == "succeeded" for job in jobs)
+    assert states == ["running", "queued", "queued", "queued"]
 
 
 def test_answers_prefill_goes_before_a_prefill_job(bench: Bench) -> None:
@@ -415,11 +498,11 @@ def test_store_that_is_away_for_a_while(bench: Bench, monkeypatch: pytest.Monkey
     bench.add_document("slow", "SLOW")
     claim, refusals = bench.queue.claim, []
 
-    def refuse(worker: str, kinds: list[JobKind], *, lease_s: float) -> Job | None:
+    def refuse(worker: str, kinds: list[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
         if running(bench, "job-slow") and len(refusals) < 5:
             refusals.append(1)
             raise DatabaseUnavailable("database or disk is full")
-        return claim(worker, kinds, lease_s=lease_s)
+        return claim(worker, kinds, lease_s=lease_s, below=below)
 
     monkeypatch.setattr(bench.queue, "claim", refuse)
     with bench.working():
