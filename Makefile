@@ -1,12 +1,12 @@
-# make demo · make serve · make observe · make test · make lint · make bench · make loadtest · make soak · make chaos, and their
-# -gpu twins. Everything is installed into .venv.
+# make demo · make serve · make observe · make test · make lint · make bench · make loadtest · make soak · make chaos ·
+# make faults · make kv-soak, and their -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve observe test lint bench chaos loadtest soak test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench chaos loadtest soak faults kv-soak test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,13 @@ loadtest: $(STAMP)
 
 soak: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.http.soak $(ARGS)
+
+# The KV store: 10,000 faults on its real code paths, and its disk cap under a thousand documents.
+faults: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.kv_faults $(ARGS)
+
+kv-soak: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.kv_soak $(ARGS)
 
 test-gpu:
 	$(RUN) $(PYTHON) -m pytest -m gpu

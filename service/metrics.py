@@ -30,7 +30,7 @@ STAGES = ("upload", "ingest", "queue", "prefill", "kv_store", "answer")
 CACHE_STATES = ("cold", "partial", "warm_host", "warm_disk")
 CLASSES = ("repo", "bundle", "doc", "several")
 PATTERNS = ("dense", "a_shape", "vertical_slash", "block_sparse")
-DECISIONS = ("computed", "reused", "recomputed_damaged")
+DECISIONS = ("computed", "reused", "recomputed_damaged", "loaded_shared", "shared_too_slow")
 
 Known = Iterable[tuple[str, ...]]
 KVSnapshot = Callable[[], Mapping[tuple[str, ...], int]]
@@ -165,6 +165,12 @@ class Metrics:
         )
         self.kv_checksum_failures = counter("foreword_kv_checksum_failures", "Stored blocks that were found damaged")
         self.kv_read_errors = counter("foreword_kv_read_errors", "Stored blocks lost to an I/O error or a missing file")
+        self.kv_write_errors = counter("foreword_kv_write_errors", "Writings and removals of KV that the disk refused")
+        self.kv_index_errors = counter("foreword_kv_index_errors", "Uses of the KV store's index that the disk failed")
+        self.kv_dead_sessions = counter(
+            "foreword_kv_dead_sessions", "Processes that ended without closing the KV store; what they left was settled"
+        )
+        self.kv_shared_errors = counter("foreword_kv_shared_errors", "Uses of a shared tier that failed", "tier")
         self.kv_hits = counter(
             "foreword_kv_hits",
             "Segments opened for reading, by the slowest tier they needed",
@@ -200,6 +206,11 @@ class Metrics:
             "evictions": self.kv_evictions,
             "checksum_failures": self.kv_checksum_failures,
             "read_errors": self.kv_read_errors,
+            "write_errors": self.kv_write_errors,
+            "index_errors": self.kv_index_errors,
+            "dead_sessions": self.kv_dead_sessions,
+            "shared_errors": self.kv_shared_errors,
+            "decisions": self.kv_decisions,
             "hits": self.kv_hits,
             "misses": self.kv_misses,
             "read_bytes": self.kv_read_bytes,

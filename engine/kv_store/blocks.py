@@ -21,6 +21,7 @@ class FoundFile:
 
     path: Path
     copy: str | None  # None: not one of ours
+    key: str
     group: int
     published: bool
     size_bytes: int
@@ -99,9 +100,10 @@ class BlockFolder:
                     continue
                 path, name = Path(entry.path), _NAME.fullmatch(entry.name)
                 if name is None:
-                    yield FoundFile(path, None, 0, False, size_bytes)
+                    yield FoundFile(path, None, "", 0, False, size_bytes)
                 else:
-                    yield FoundFile(path, name["copy"], int(name["group"]), name["kind"] == "kv", size_bytes)
+                    published = name["kind"] == "kv"
+                    yield FoundFile(path, name["copy"], name["key"], int(name["group"]), published, size_bytes)
 
     def free_bytes(self) -> int:
         """Bytes that the file system still gives an unprivileged user."""

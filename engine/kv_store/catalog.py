@@ -8,7 +8,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from engine.chain import Segment
@@ -64,12 +64,13 @@ class KVCatalog:
         self._session = Session(session_folder)
         self.session = self._session.id
         self._closed = False
+        self._unended: set[str] = set()  # leases and ids of copies in writing whose end the index could not take
         self.blocks = open_blocks(folder / "blocks")
-        self.index = Index(folder / "index.sqlite3", session_folder)
+        self.index = Index(folder / "index.sqlite3", session_folder, self.counters)
         self.space = DiskSpace(self.index, self.blocks, limits, self.counters)
         with self.index.transaction() as db:
             db.execute("INSERT INTO sessions (id) VALUES (?)", (self.session,))
-        recover(self.index, self.blocks, self.space)
+        recover(self.index, self.blocks, self.space, self.counters)
         remove_dead_files(session_folder)
         self.sweep()
 
@@ -183,8 +184,10 @@ class KVCatalog:
 
     def sweep(self) -> int:
         """The chore of every few seconds: end dead leases, remove what expired or was left. Returns the bytes freed."""
+        unended = set(self._unended)
         with self.index.transaction() as db:
             self.index.reap_dead_sessions(db)
+            self._end_late(db, unended)
             settle_orphans(db, self.blocks)
             now = self.clock()
             expired = select_copies(db, f"state = 'stored' AND NOT {LEASED} AND {EXPIRED}", {"now": now})
@@ -192,6 +195,7 @@ class KVCatalog:
             left = select_copies(db, f"{ORPHAN} AND used_at < :before", {"before": now - self._orphan_ttl_s})
             self.space.evict(db, left, "orphaned")
             removable = self.space.removable(db)
+        self._unended -= unended
         return self.space.remove(removable)
 
     @property
@@ -210,14 +214,29 @@ class KVCatalog:
         return lease, copies
 
     def end_lease(self, lease: str) -> None:
-        """Let go; segments whose removal waited for this are removed. Without effect behind `close`."""
+        """Let go; segments whose removal waited for this are removed. Without effect behind `close`.
+
+        Where the disk fails the next `sweep` lets go.
+        """
         if self._closed:
             return
-        with self.index.transaction() as db:
-            leased = [row[0] for row in db.execute("SELECT copy FROM leases WHERE id = ?", (lease,))]
-            db.execute("DELETE FROM leases WHERE id = ?", (lease,))
-            removable = self.space.removable(db, leased)
-        self.space.remove(removable)
+        try:
+            with self.index.transaction() as db:
+                leased = [row[0] for row in db.execute("SELECT copy FROM leases WHERE id = ?", (lease,))]
+                db.execute("DELETE FROM leases WHERE id = ?", (lease,))
+                removable = self.space.removable(db, leased)
+            self.space.remove(removable)
+        except OSError as error:
+            log.error("kv_store: a lease is ended later: %s", error)
+            self._unended.add(lease)
+
+    def end_later(self, ids: Iterable[str]) -> None:
+        """A writer of this process could not end its lease and copies: `sweep` ends the one and orphans the others."""
+        self._unended.update(ids)
+
+    def have_ended(self, ids: Iterable[str]) -> None:
+        """They could be ended after all, and may be taken up again."""
+        self._unended.difference_update(ids)
 
     def condemn(self, copy: Copy, reason: str) -> None:
         """Never serve a damaged copy again; it is removed when its last lease ends."""
@@ -245,6 +264,15 @@ class KVCatalog:
             end_session(db, self.session)
         self.index.close()
         self._session.close()
+
+    def _end_late(self, db: sqlite3.Connection, unended: set[str]) -> None:
+        among = "IN (SELECT value FROM json_each(?))"
+        ids = json.dumps(sorted(unended))
+        db.execute(f"DELETE FROM leases WHERE id {among}", (ids,))
+        db.execute(
+            f"UPDATE copies SET session = NULL WHERE state = 'writing' AND session = ? AND id {among}",
+            (self.session, ids),
+        )
 
     def _set_policy(self, db: sqlite3.Connection, holder: str, ttl_s: float | None, pinned: bool) -> None:
         if ttl_s is not None and not ttl_s >= 0:  # also refuses NaN

@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping
 NAMES: Mapping[str, tuple[str, ...]] = {
     "checksum_failures": (),
     "read_errors": (),  # blocks lost to an I/O error or a missing file
+    "write_errors": (),  # writings and removals that the disk refused
+    "index_errors": (),  # transactions and looks that the disk failed
+    "dead_sessions": (),  # processes that ended without a word; what they left is settled
     "evictions": ("tier", "reason"),  # segments on disk, layers of a segment in host memory
     "hits": ("tier",),  # segments opened for reading, by the slowest tier they needed
     "misses": (),  # chains that could not be opened
     "read_bytes": ("tier",),
     "written_bytes": (),
+    "decisions": ("decision",),  # loaded_shared, shared_too_slow: what a shared tier had, and whether it was used
+    "shared_errors": ("tier",),  # uses of a shared tier that failed; it is left alone for a while
     "resumed_bytes": (),  # published by an earlier attempt and taken up
     "duplicate_segments": (),  # written by two writers at once, kept once
 }

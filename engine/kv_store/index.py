@@ -21,6 +21,7 @@ from pathlib import Path
 from engine.errors import KVError
 from engine.interfaces import KVLayout
 from engine.kv_store.copies import Copy
+from engine.kv_store.counters import Counters
 from engine.kv_store.sessions import is_alive
 
 log = logging.getLogger("foreword.kv_store")
@@ -63,36 +64,45 @@ _COLUMNS = "id, key, token_start, token_end, num_layers, bytes_per_token, layers
 class Index:
     """Transactions on the index; one connection a store, used by one thread at a time."""
 
-    def __init__(self, path: Path, session_folder: Path) -> None:
+    def __init__(self, path: Path, session_folder: Path, counters: Counters | None = None) -> None:
         """Raises KVError if the file was made by another version."""
-        self._session_folder = session_folder
+        self._session_folder, self._counters = session_folder, counters or Counters()
         self._lock = threading.RLock()
         self._db = _open(path)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing, and alone among all processes. Raises OSError where the disk fails."""
-        with self._lock:
+        with self._lock, self._disk_errors():
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
                 self._db.execute("COMMIT")
-            except BaseException as error:
+            except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError) and (code := _disk_error(error)) is not None:
-                    raise OSError(code, f"the index cannot be written: {error}") from error
                 raise
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Consistent reads that block nobody."""
-        with self._lock:
+        """Consistent reads that block nobody. Raises OSError where the disk fails."""
+        with self._lock, self._disk_errors():
             self._db.execute("BEGIN")
             try:
                 yield self._db
             finally:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if (code := _disk_error(error)) is None:
+                raise
+            self._counters.add("index_errors")
+            raise OSError(code, f"the index cannot be used: {error}") from error
 
     def close(self) -> None:
         with self._lock:
@@ -103,6 +113,7 @@ class Index:
         for (session,) in db.execute("SELECT id FROM sessions").fetchall():
             if not is_alive(self._session_folder, session):
                 log.info("kv_store: session %s is gone, its leases end", session)
+                self._counters.add("dead_sessions")
                 end_session(db, session)
 
 
@@ -178,10 +189,19 @@ def total_bytes(db: sqlite3.Connection) -> int:
     return total
 
 
-def _disk_error(error: sqlite3.OperationalError) -> int | None:
+_DISK_ERRORS = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_CANTOPEN: errno.EIO,
+    sqlite3.SQLITE_CORRUPT: errno.EIO,
+    sqlite3.SQLITE_NOTADB: errno.EIO,
+}
+
+
+def _disk_error(error: sqlite3.DatabaseError) -> int | None:
     """The errno of an error that is the disk's, not ours."""
-    primary = error.sqlite_errorcode & 0xFF  # extended codes keep it in the low byte
-    return {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
+    code = getattr(error, "sqlite_errorcode", None)  # errors of the module itself have none
+    return None if code is None else _DISK_ERRORS.get(code & 0xFF)  # extended codes keep the primary in the low byte
 
 
 def _open(path: Path) -> sqlite3.Connection:

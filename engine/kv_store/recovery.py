@@ -6,13 +6,14 @@ from collections import defaultdict
 
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.copies import Copy
+from engine.kv_store.counters import Counters
 from engine.kv_store.index import Index, doom, select_copies
 from engine.kv_store.space import ORPHAN, DiskSpace
 
 log = logging.getLogger("foreword.kv_store")
 
 
-def recover(index: Index, blocks: BlockFolder, space: DiskSpace) -> None:
+def recover(index: Index, blocks: BlockFolder, space: DiskSpace, counters: Counters) -> None:
     """End the leases of dead processes, find what has lost files, remove files without meaning.
 
     Other processes may be at work on the folder. Only names and sizes are looked at: contents are checked when read.
@@ -21,22 +22,23 @@ def recover(index: Index, blocks: BlockFolder, space: DiskSpace) -> None:
         index.reap_dead_sessions(db)
         # Rows before files: what is stored here had all its files when the folder is listed below.
         stored = select_copies(db, "state = 'stored'", {})
-    sizes: dict[str, dict[int, int]] = defaultdict(dict)
+    sizes: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     files = list(blocks.scan())
     for file in files:
         if file.copy is not None and file.published:
-            sizes[file.copy][file.group] = file.size_bytes
-    broken = [copy for copy in stored if not _is_whole(copy, sizes.get(copy.id, {}))]
+            sizes[file.copy, file.key][file.group] = file.size_bytes
+    broken = [copy for copy in stored if not _is_whole(copy, sizes.get((copy.id, copy.key), {}))]
     with index.transaction() as db:
         if broken:
             log.error("kv_store: %d stored segments have lost files, or part of one", len(broken))
+            counters.add("read_errors", amount=len(broken))
             doom(db, [copy.id for copy in broken], "incomplete")
         removable = space.removable(db)
         # Files before rows: a file's row exists before the file does.
-        states = dict(db.execute("SELECT id, state FROM copies").fetchall())
+        states = {(copy, key): state for copy, key, state in db.execute("SELECT id, key, state FROM copies")}
     space.remove(removable)
     for file in files:
-        state = states.get(file.copy)
+        state = None if file.copy is None else states.get((file.copy, file.key))
         # Unpublished files of a copy in writing are its writer's, or `settle_orphans`'s.
         if state is None or (not file.published and state != "writing"):
             log.info("kv_store: removing %s: nobody's", file.path.name)

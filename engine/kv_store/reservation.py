@@ -4,8 +4,9 @@ import json
 import logging
 import secrets
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 
 from engine.chain import Segment
 from engine.errors import KVCorrupt, KVError, StorageFull
@@ -40,11 +41,13 @@ class Reservation:
         self._keys = [segment.key for segment in chain]
         self._lease = secrets.token_hex(8)
         self._adopted: list[Copy] = []
+        self._copies: dict[str, Copy] = {}
         for _ in range(_ATTEMPTS):
             copies, victims = self._try_reserve()
-            catalog.space.remove(victims)
+            self._copies = copies or {}
+            with self._ended_later_if_it_fails():
+                catalog.space.remove(victims)
             if copies is not None:
-                self._copies = copies
                 return
         with catalog.index.snapshot() as db:
             raise StorageFull(sum(map(self._full_bytes, chain)), max(0, catalog.space.room(db)))
@@ -78,55 +81,70 @@ class Reservation:
     def commit(self, segments: Sequence[SegmentInWriting]) -> None:
         """Raises KVError if the reservation was taken away (this process was believed dead)."""
         catalog = self._catalog
-        with catalog.index.transaction() as db:
-            now = catalog.clock()
-            self._make_way(db, now)
-            taken = stored_copies(db, self._keys, now)
-            duplicates = []
-            for item in segments:
-                if item.copy is None:
-                    continue
-                if item.copy.key in taken:
-                    duplicates.append(item.copy)
-                    continue
-                changed = db.execute(
-                    "UPDATE copies SET state = 'stored', owner = NULL, session = NULL"
-                    " WHERE id = ? AND state = 'writing' AND session = ?",
-                    (item.copy.id, catalog.session),
-                )
-                if changed.rowcount != 1:
-                    raise KVError(f"the room of segment {item.copy.key[:12]} was given to others, nothing is stored")
-            doom(db, [copy.id for copy in duplicates], "duplicate")
-            revive_released(db, self._keys)
-            touch(db, self._keys, now)
-        if duplicates:
-            catalog.counters.add("duplicate_segments", amount=len(duplicates))
-        catalog.end_lease(self._lease)
-        catalog.space.remove(duplicates)
+        with self._ended_later_if_it_fails():
+            with catalog.index.transaction() as db:
+                now = catalog.clock()
+                self._make_way(db, now)
+                taken = stored_copies(db, self._keys, now)
+                duplicates = []
+                for item in segments:
+                    if item.copy is None:
+                        continue
+                    if item.copy.key in taken:
+                        duplicates.append(item.copy)
+                        continue
+                    changed = db.execute(
+                        "UPDATE copies SET state = 'stored', owner = NULL, session = NULL"
+                        " WHERE id = ? AND state = 'writing' AND session = ?",
+                        (item.copy.id, catalog.session),
+                    )
+                    if changed.rowcount != 1:
+                        raise KVError(
+                            f"the room of segment {item.copy.key[:12]} was given to others, nothing is stored"
+                        )
+                doom(db, [copy.id for copy in duplicates], "duplicate")
+                revive_released(db, self._keys)
+                touch(db, self._keys, now)
+            if duplicates:
+                catalog.counters.add("duplicate_segments", amount=len(duplicates))
+            catalog.end_lease(self._lease)
+            catalog.space.remove(duplicates)
 
     def suspend(self, segments: Sequence[SegmentInWriting]) -> None:
         catalog = self._catalog
-        with catalog.index.transaction() as db:
-            mine = {copy.id for copy in self._mine(db)}
-            kept = [item for item in segments if item.copy and item.copy.id in mine and item.groups]
-            db.executemany(
-                "UPDATE copies SET session = NULL, size_bytes = ?, written_bytes = ? WHERE id = ?",
-                [(item.written_bytes, item.written_bytes, item.copy.id) for item in kept if item.copy],
-            )
-            doom(db, mine - {item.copy.id for item in kept if item.copy}, "unwritten")
-            removable = catalog.space.removable(db, sorted(mine))
-        catalog.end_lease(self._lease)
-        catalog.space.remove(removable)
+        with self._ended_later_if_it_fails():
+            with catalog.index.transaction() as db:
+                mine = {copy.id for copy in self._mine(db)}
+                kept = [item for item in segments if item.copy and item.copy.id in mine and item.groups]
+                db.executemany(
+                    "UPDATE copies SET session = NULL, size_bytes = ?, written_bytes = ? WHERE id = ?",
+                    [(item.written_bytes, item.written_bytes, item.copy.id) for item in kept if item.copy],
+                )
+                doom(db, mine - {item.copy.id for item in kept if item.copy}, "unwritten")
+                removable = catalog.space.removable(db, sorted(mine))
+            catalog.end_lease(self._lease)
+            catalog.space.remove(removable)
 
     def abort(self, segments: Sequence[SegmentInWriting]) -> None:
         catalog = self._catalog
-        with catalog.index.transaction() as db:
-            mine = self._mine(db)
-            doom(db, [copy.id for copy in mine], "aborted")
-        catalog.end_lease(self._lease)
-        catalog.space.remove(mine)
+        with self._ended_later_if_it_fails():
+            with catalog.index.transaction() as db:
+                mine = self._mine(db)
+                doom(db, [copy.id for copy in mine], "aborted")
+            catalog.end_lease(self._lease)
+            catalog.space.remove(mine)
 
     # --- parts ---
+
+    @contextmanager
+    def _ended_later_if_it_fails(self) -> Iterator[None]:
+        copy_ids = [copy.id for copy in self._copies.values()]
+        try:
+            yield
+        except OSError:
+            self._catalog.end_later([self._lease, *copy_ids])
+            raise
+        self._catalog.have_ended(copy_ids)
 
     def _try_reserve(self) -> tuple[dict[str, Copy] | None, list[Copy]]:
         """The reserved copies by key (None: room has to be made first), and copies to remove."""

@@ -99,6 +99,7 @@ class DiskSpace:
                 self._blocks.remove(copy)
             except OSError as error:  # the row stays and its bytes go on counting, so the cap holds
                 log.error("kv_store: cannot remove segment %s: %s", copy.key[:12], error)
+                self._counters.add("write_errors")
             else:
                 gone.append(copy)
         if gone:

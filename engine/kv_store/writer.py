@@ -188,6 +188,7 @@ class LocalWriter:
                 self._write(piece)
             except Exception as error:  # whatever it is, the caller must hear of it
                 log.error("kv_store: writing failed: %s", error)
+                self._counters.add("write_errors")
                 with self._condition:
                     self._failure = self._failure or error
                     self._drop_waiting()
