@@ -1,4 +1,4 @@
-# make demo · make serve · make observe · make test · make lint · make bench · make loadtest · make soak · make chaos ·
+# make demo · make serve · make observe · make test · make lint · make bench · make fidelity · make loadtest · make soak · make chaos ·
 # make faults · make kv-soak, and their -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve observe test lint bench chaos loadtest soak faults kv-soak test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench fidelity chaos loadtest soak faults kv-soak test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,11 @@ observe: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.bench
+
+# A small cut of the evaluation that two cores carry in about twenty minutes; run again, it goes on. ARGS="…" replaces the cut.
+fidelity: ARGS = --lengths 16384 --fidelities exact,default --documents 1 --budget-s 1140
+fidelity: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.fidelity $(ARGS)
 
 # In slices, so that a shared machine gets a breath in between; the figures are written behind the last.
 chaos: $(STAMP)

@@ -5,13 +5,14 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
 
 def main() -> int:
-    return fill(README, {"results": results_table(), "settings": settings_table()}, check="--check" in sys.argv)
+    return fill(README, {"results": results_table(), "fidelity": fidelity_table(), "settings": settings_table()}, check="--check" in sys.argv)
 
 
 def fill(page: Path, tables: Mapping[str, str], *, check: bool) -> int:
@@ -38,6 +39,32 @@ def results_table() -> str:
         value = f"{entry['value']:.4g} {entry['unit']}".strip()
         rows.append(f"| {entry['name']} | {value} | {entry['device']}, {entry['date'][:10]} | `{entry['command']}` |")
     return "\n".join(rows) + "\n"
+
+
+def fidelity_table() -> str:
+    """One row a task, and for each length the dense score, that of `default`, and the points lost with their bound."""
+    path = ROOT / "loadtests/results/fidelity.json"
+    if not path.is_file():
+        return "Not measured yet.\n"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    places = [(pooled["device"], pooled["tokens"]) for pooled in report["pooled"]]
+    cells = {(cell["device"], cell["tokens"], cell["task"]): cell for cell in report["cells"]}
+    titles = [f"{tokens // 1024}K, {device.split(' (')[0]}: exact | default | lost (bound) | ΔNLL" for device, tokens in places]
+    rows = [f"| task | {' | '.join(titles)} |", "| --- |" + " --- | --- | --- | --- |" * len(places)]
+    for task in dict.fromkeys(cell["task"] for cell in report["cells"]):
+        columns = [column for place in places for column in _fidelity_columns(cells.get((*place, task)))]
+        rows.append(f"| {task} | {' | '.join(columns)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _fidelity_columns(cell: Mapping[str, Any] | None) -> list[str]:
+    found = None if cell is None else cell["policies"].get("default")
+    if cell is None or cell["dense"] is None or found is None or "drop_points" not in found:
+        return ["–"] * 4
+    bound = found["drop_bound_points"]
+    lost = f"{found['drop_points']:.1f}" + ("" if bound is None else f" ({bound:.1f})")
+    dense, score = (100 * one["score"] for one in (cell["dense"], found))
+    return [f"{dense:.1f}", f"{score:.1f}", lost if cell["counted"] else "not counted", f"{found['delta_nll']:+.3f}"]
 
 
 def settings_table() -> str:

@@ -126,7 +126,7 @@ def load_filler(split: str = "all", folders: Iterable[Path] = (), *, max_files: 
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    paths = list(_stdlib_files())
+    paths = [file for _, file in stdlib_files()]
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"filler folder {folder} does not exist")
@@ -173,8 +173,10 @@ def prose(rng: random.Random) -> str:
     return ". ".join(sentences) + "."
 
 
-def _stdlib_files() -> Iterator[Path]:
+def stdlib_files() -> Iterator[tuple[Path, Path]]:
+    """(path inside the library, file) of the standard library's sources without its tests, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
-            yield path
+        relative = path.relative_to(root)
+        if not _SKIPPED_FOLDERS.intersection(relative.parts):
+            yield relative, path

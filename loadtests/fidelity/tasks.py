@@ -111,6 +111,14 @@ def make_document(
     return TaskDocument(task, text, questions, used)
 
 
+def in_reading_order(document: TaskDocument, answers: Sequence[str]) -> list[str]:
+    """Answers in an order that can be learnt: as asked for several keys, by frequency for fwe, else as they appear."""
+    if document.task in ("niah_multiquery", "vt", "fwe"):
+        return list(answers)
+    find: Callable[[str], int] = document.text.find
+    return sorted(answers, key=lambda answer: find(f" {answer} ") if document.task == "cwe" else find(answer))
+
+
 def fit(build: Callable[[int], str], num_tokens: int, count_tokens: CountTokens) -> tuple[str, int]:
     """The text `build(size)` of the largest size found whose tokens fit, and their number.
 

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.fidelity.filler import Filler
-from loadtests.fidelity.tasks import TASKS, TaskDocument, fit, make_document
+from loadtests.fidelity.tasks import TASKS, fit, in_reading_order, make_document
 from loadtests.fidelity.words import distinct, random_uuid, word_key
 from tools.adapter.prompts import ASSISTANT, DOCUMENT_CLOSE, DOCUMENT_OPEN, STOP, SYSTEM, Codec
 
@@ -155,14 +155,6 @@ def _synthetic(task: str, rng: random.Random, codec: Codec, filler: Filler, budg
             wording = wording.removeprefix("Question: ")
         exchanges.append(Exchange(wording, "" if plain else question.answer_prefix, reply))
     return text, exchanges
-
-
-def in_reading_order(document: TaskDocument, answers: Sequence[str]) -> list[str]:
-    """Answers in an order that can be learnt: as asked for several keys, by frequency for fwe, else as they appear."""
-    if document.task in ("niah_multiquery", "vt", "fwe"):
-        return list(answers)
-    find: Callable[[str], int] = document.text.find
-    return sorted(answers, key=lambda answer: find(f" {answer} ") if document.task == "cwe" else find(answer))
 
 
 def _source(rng: random.Random, codec: Codec, filler: Filler, budget: int) -> tuple[str, list[Exchange]]:

@@ -1,0 +1,64 @@
+"""Pictures of the fidelity tables."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from loadtests.fidelity.variants import DENSE, NAMES
+
+
+def plot_table(table: Mapping[str, Any], path: Path) -> None:
+    """A row a task, a column a variant, one panel a (device, length): scores written out, colour by the drop."""
+    panels = [(pooled["device"], pooled["tokens"]) for pooled in table["pooled"]]
+    figure, axes = plt.subplots(
+        1, max(len(panels), 1), figsize=(5.2 * max(len(panels), 1), 7), squeeze=False, layout="constrained"
+    )
+    for (device, tokens), panel in zip(panels, axes[0], strict=False):
+        cells = [cell for cell in table["cells"] if cell["device"] == device and cell["tokens"] == tokens]
+        names = [name for name in NAMES if name == DENSE or any(name in cell["policies"] for cell in cells)]
+        drops = [[cell["policies"].get(name, {}).get("drop_points", 0.0) for name in names] for cell in cells]
+        image = panel.imshow(drops, cmap="RdYlGn_r", vmin=-10, vmax=10, aspect="auto")
+        for row, cell in enumerate(cells):
+            for column, name in enumerate(names):
+                found = cell["dense"] if name == DENSE else cell["policies"].get(name)
+                if found is not None:
+                    panel.text(column, row, f"{100 * found['score']:.1f}", ha="center", va="center", fontsize=8)
+        panel.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+        labels = [cell["task"] + ("" if cell["counted"] else " (not counted)") for cell in cells]
+        panel.set_yticks(range(len(cells)), labels, fontsize=8)
+        panel.set_title(f"{tokens} tokens, {device}", fontsize=9)
+        figure.colorbar(image, ax=panel, label="points lost against dense", shrink=0.6)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_needle_map(maps: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """One panel a variant: depth of the needle against length, colour by the score."""
+    variants = [name for name in NAMES if any(found["variant"] == name for found in maps)]
+    if not variants:
+        return
+    figure, axes = plt.subplots(
+        1, len(variants), figsize=(3.2 * len(variants), 4), squeeze=False, sharey=True, layout="constrained"
+    )
+    for name, panel in zip(variants, axes[0], strict=True):
+        mine = [found for found in maps if found["variant"] == name]
+        finest = max(mine, key=lambda found: len(found["depths"]))["depths"]
+        lengths = sorted({found["tokens"] for found in mine})
+        by_length = {found["tokens"]: found["scores"] for found in mine if found["depths"] == finest}
+        rows = [
+            [by_length.get(length, [float("nan")] * len(finest))[i] for length in lengths] for i in range(len(finest))
+        ]
+        image = panel.imshow(rows, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        panel.set_title(name, fontsize=9)
+        panel.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths], fontsize=8)
+        panel.set_yticks(range(len(finest)), [f"{depth:.0%}" for depth in finest], fontsize=8)
+        panel.set_xlabel("tokens")
+    axes[0][0].set_ylabel("depth of the needle")
+    figure.colorbar(image, ax=list(axes[0]), label="share found")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
