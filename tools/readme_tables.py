@@ -12,7 +12,11 @@ README = ROOT / "README.md"
 
 
 def main() -> int:
-    return fill(README, {"results": results_table(), "fidelity": fidelity_table(), "settings": settings_table()}, check="--check" in sys.argv)
+    return fill(
+        README,
+        {"results": results_table(), "fidelity": fidelity_table(), "settings": settings_table()},
+        check="--check" in sys.argv,
+    )
 
 
 def fill(page: Path, tables: Mapping[str, str], *, check: bool) -> int:
@@ -49,7 +53,10 @@ def fidelity_table() -> str:
     report = json.loads(path.read_text(encoding="utf-8"))
     places = [(pooled["device"], pooled["tokens"]) for pooled in report["pooled"]]
     cells = {(cell["device"], cell["tokens"], cell["task"]): cell for cell in report["cells"]}
-    titles = [f"{tokens // 1024}K, {device.split(' (')[0]}: exact | default | lost (bound) | ΔNLL" for device, tokens in places]
+    titles = [
+        f"{tokens // 1024}K, {device.split(' (')[0]}: exact | default | lost (bound) | ΔNLL"
+        for device, tokens in places
+    ]
     rows = [f"| task | {' | '.join(titles)} |", "| --- |" + " --- | --- | --- | --- |" * len(places)]
     for task in dict.fromkeys(cell["task"] for cell in report["cells"]):
         columns = [column for place in places for column in _fidelity_columns(cells.get((*place, task)))]
