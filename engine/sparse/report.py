@@ -85,10 +85,29 @@ class AttentionReport:
             for start, segment in sorted(self.segments.items(), key=lambda item: int(item[0]))
         ]
 
+    def head_patterns(self) -> dict[str, str]:
+        """ "layer:group" → pattern of each KV-head group: what most of its kept blocks look like."""
+        return {
+            group: max(votes, key=lambda pattern: (votes[pattern], pattern)) for group, votes in self.patterns.items()
+        }
+
     def heads(self) -> dict[str, int]:
-        """Pattern → number of (layer, KV-head group) pairs; a group is what most of its kept blocks look like."""
-        winners = Counter(max(votes, key=lambda pattern: (votes[pattern], pattern)) for votes in self.patterns.values())
-        return dict(winners)
+        """Pattern → number of (layer, KV-head group) pairs."""
+        return dict(Counter(self.head_patterns().values()))
+
+    def add(self, other: "AttentionReport") -> None:
+        """Take in what another report saw of other layers, or of another document."""
+        for start, segment in other.segments.items():
+            own = self._segment(int(start), segment.rows)
+            own.rows = max(own.rows, segment.rows)
+            own.kept_pairs += segment.kept_pairs
+            own.all_pairs += segment.all_pairs
+            own.recalls += segment.recalls
+        self.below_target |= other.below_target
+        for group, votes in other.patterns.items():
+            layer, head = map(int, group.split(":"))
+            for pattern, weight in votes.items():
+                self.vote(layer, head, pattern, weight)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,10 +1,11 @@
 """What the sparse policy may be told, and what each fidelity makes of it. Torch-free."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from engine.interfaces import Fidelity
-from engine.sparse.head_config import HeadConfig
+from engine.sparse.head_config import HeadConfig, load_head_config
 
 Policy = Literal["dense", "a_shape", "vertical_slash", "block_sparse", "adaptive"]
 POLICIES: tuple[Policy, ...] = ("dense", "a_shape", "vertical_slash", "block_sparse", "adaptive")
@@ -44,12 +45,49 @@ class SparseSettings:
 
     def canonical(self) -> str:
         """One line that is equal exactly when KV is."""
-        fields = {name: value for name, value in asdict(self).items() if name != "head_config"}
+        values = {name: value for name, value in asdict(self).items() if name != "head_config"}
         if self.policy == "dense":
-            fields = {"policy": "dense"}
+            values = {"policy": "dense"}
         elif self.head_config is not None:
-            fields["head_config"] = self.head_config.digest
-        return f"policy {POLICY_VERSION} " + " ".join(f"{name}={fields[name]}" for name in sorted(fields))
+            values["head_config"] = self.head_config.digest
+        return f"policy {POLICY_VERSION} " + " ".join(f"{name}={values[name]}" for name in sorted(values))
+
+
+def default_settings(device_type: str) -> SparseSettings:
+    """What suits a cpu or cuda device: a GPU's kernels like larger key blocks, and its speed makes rows dear."""
+    if device_type != "cuda":
+        return SparseSettings()
+    return SparseSettings(
+        key_block=128,
+        local_blocks=2,
+        sampled_rows=4,
+        sampled_rows_until=131_072,
+        guard_rows=8,
+        corrections=1,
+    )
+
+
+def chosen_settings(
+    policy: str | None = None, head_config: str | Path | None = None, **constants: Any
+) -> SparseSettings:
+    """The settings of a policy, or of the head config in a file; `constants` are fields of SparseSettings.
+
+    Raises ValueError: an unknown policy or constant, a policy beside a head config (which names every head's pattern).
+    Raises ModelError: the file is not a head config.
+    """
+    known = {field.name for field in fields(SparseSettings)}
+    if unknown := sorted(constants.keys() - known):
+        raise ValueError(f"unknown option {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
+    if head_config is not None:
+        if policy is not None:
+            raise ValueError(f"a head config names each head's pattern: got policy {policy!r} beside {head_config}")
+        # Which of the fixed policies it is says nothing: the file decides for every head.
+        return SparseSettings(
+            "vertical_slash", head_config=load_head_config(Path(head_config).expanduser()), **constants
+        )
+    if policy is not None and policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
+    return SparseSettings(policy or "adaptive", **constants)
 
 
 _TARGETS: dict[Fidelity, float] = {"strict": 0.99, "fast": 0.90}
