@@ -2,22 +2,26 @@
 token. The question's and the answer's own KV stay in memory."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from engine import forward
 from engine.errors import EngineError
-from engine.interfaces import AnswerDelta, AnswerRequest, CacheState
+from engine.interfaces import SCALE_TOKENS, AnswerDelta, AnswerRequest, CacheState
 from engine.model import LayerWeights, Model
-from engine.prefix_kv import PrefixKV
+from engine.prefix_kv import Prefix
 from engine.sampling import Sampler
 from engine.text_stream import TextStream
 from kernels.dense_attention import dense_attention
-from kernels.full_attention import full_attention
 
-_ROW_TILE = 512
+if TYPE_CHECKING:
+    from engine.cuda.decoder import GraphDecoder
+
+_ROW_TILE = {"cpu": 512, "cuda": 4096}
+# A graph costs a few steps to make: it is made for answers that have gone on for so many.
+_GRAPH_AFTER = 2
 
 
 class DenseAnswer:
@@ -27,21 +31,24 @@ class DenseAnswer:
         self,
         model: Model,
         request: AnswerRequest,
-        prefix: PrefixKV | None,
+        prefix: Prefix | None,
         decode: Callable[[Sequence[int]], str],
         release: Callable[[], None],
     ) -> None:
         self._model, self._request, self._prefix, self._release = model, request, prefix, release
         self._past = prefix.num_tokens if prefix is not None else 0
         spec = model.spec
-        capacity = len(request.question) + request.sampling.max_tokens
-        self._kv = torch.empty(spec.num_layers, 2, spec.kv_heads, capacity, spec.head_dim, dtype=model.dtype)
+        # Whole pages, as the decoding kernels want them.
+        capacity = -(-(len(request.question) + request.sampling.max_tokens) // SCALE_TOKENS) * SCALE_TOKENS
+        shape = (spec.num_layers, 2, spec.kv_heads, capacity, spec.head_dim)
+        self._kv = torch.empty(shape, dtype=model.dtype, device=model.device)
         self._own = 0  # rows of it that are filled
         self._next = torch.from_numpy(np.asarray(request.question, dtype=np.int64))
         self._sampler = Sampler(request.sampling)
         self._text = TextStream(decode, request.sampling.stop)
         self._tier: CacheState = prefix.tier if prefix is not None else "cold"
         self._completion_tokens = 0
+        self._decoder: GraphDecoder | None = None
         self._over = False
 
     def step(self) -> AnswerDelta:
@@ -91,38 +98,51 @@ class DenseAnswer:
         if not self._over:
             self._over = True
             self._kv = torch.empty(0)
-            self._prefix = None
+            self._prefix = self._decoder = None
             self._release()
 
     def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [vocabulary] of the last of `token_ids`, whose KV is appended to this answer's own."""
+        """Logits [vocabulary], on the host, of the last of `token_ids`, whose KV is appended to this answer's own."""
+        if self._decoder is not None or self._make_decoder():
+            assert self._decoder is not None
+            logits = self._decoder.step(int(token_ids[0]), self._own)
+            self._own += 1
+            return logits.cpu()
         model, start = self._model, self._past + self._own
-        hidden = forward.embed(model, token_ids)
-        tiles = [slice(first, first + _ROW_TILE) for first in range(0, len(token_ids), _ROW_TILE)]
+        hidden = forward.embed(model, token_ids.to(model.device))
+        rows = _ROW_TILE[model.device.type]
+        tiles = [slice(first, first + rows) for first in range(0, len(token_ids), rows)]
         rotations = [forward.rotation(model, start + tile.start, len(hidden[tile])) for tile in tiles]
         for index, layer in enumerate(model.layers):
-            prefix = self._prefix.layer(index) if self._prefix is not None else None
             for tile, at in zip(tiles, rotations, strict=True):
-                hidden[tile] = self._layer(layer, self._kv[index], prefix, hidden[tile], at, self._own + tile.start)
+                hidden[tile] = self._layer(index, layer, hidden[tile], at, self._own + tile.start)
         self._own += len(token_ids)
-        return forward.logits(model, hidden[-1:])[0]
+        return forward.logits(model, hidden[-1:])[0].cpu()
+
+    def _make_decoder(self) -> bool:
+        """A graph for the tokens that follow, where the device and the prefix allow one."""
+        if self._model.device.type != "cuda" or self._completion_tokens != _GRAPH_AFTER:
+            return False
+        from engine.cuda.decoder import GraphDecoder
+        from engine.cuda.prefix import DevicePrefix
+
+        if self._prefix is not None and not isinstance(self._prefix, DevicePrefix):
+            return False
+        layers = None if self._prefix is None else self._prefix.layers
+        self._decoder = GraphDecoder(self._model, self._kv, layers, self._past, next_row=self._own)
+        return True
 
     def _layer(
-        self,
-        layer: LayerWeights,
-        own: torch.Tensor,
-        prefix: torch.Tensor | None,
-        hidden: torch.Tensor,
-        at: forward.Rotation,
-        row: int,
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, at: forward.Rotation, row: int
     ) -> torch.Tensor:
-        """Rows from `row` of this answer's own; own and prefix are [2, kv_heads, tokens, head_dim]."""
+        """Rows from `row` of this answer's own."""
+        own = self._kv[index]
         q, k, v = forward.queries_keys_values(self._model, layer, hidden, at)
         end = row + len(hidden)
         own[0, :, row:end], own[1, :, row:end] = k.transpose(0, 1), v.transpose(0, 1)
         out, lse = dense_attention(q, own[0, :, :end], own[1, :, :end], row_offset=row)
-        if prefix is not None:
-            far, far_lse = full_attention(q, prefix[0], prefix[1])
+        if self._prefix is not None:
+            far, far_lse = self._prefix.attend(index, q)
             share = torch.sigmoid(far_lse - lse)[..., None]
             out = (out * (1 - share) + far * share).to(q.dtype)
         return forward.finish_layer(self._model, layer, hidden, out)

@@ -1,6 +1,7 @@
-"""The engine on the CPU: opens a model, starts prefills and answers on one KV store."""
+"""The engine on one device: opens a model, starts prefills and answers on one KV store."""
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,18 +10,20 @@ from tokenizers import Tokenizer
 
 from engine.answer import DenseAnswer
 from engine.chain import Segment, TokenIds, segment_chain
+from engine.device_kv import DeviceKV
 from engine.digest import EngineDigest
 from engine.errors import ContextTooLong, InvalidRequest, KVMissing, ModelError
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, KVStore, PrefillRequest
-from engine.kv_store import layout_for
+from engine.kv_format import KVFormat, kv_format
 from engine.model import Model, load_model
 from engine.prefill import LayerMajorPrefill
-from engine.prefix_kv import PrefixKV
+from engine.prefix_kv import Prefix, PrefixKV
 from engine.resume import ResumeFolder
 from engine.sampling import check_sampling
-from engine.sparse.settings import SparseSettings, for_fidelity
+from engine.sparse.settings import SparseSettings, default_settings, for_fidelity
 from engine.threads import keep_freed_memory
 from engine.work import MachineRates, PrefillWork
+from kernels import selftest
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class LocalEngine:
-    """`Engine` of engine.interfaces on one machine's CPU."""
+    """`Engine` of engine.interfaces on one CPU or GPU."""
 
     def __init__(
         self,
@@ -40,15 +43,18 @@ class LocalEngine:
         sparse: SparseSettings | None = None,
         checkpoint_s: float = 5.0,
         rates: MachineRates | None = None,
+        kv: KVFormat | None = None,
     ) -> None:
         """Raises ModelError where a head config is another model's."""
         self._model, self._decode, self.store = model, decode, store
         self._resume, self._checkpoint_s = resume, checkpoint_s
-        self._sparse = sparse or SparseSettings()
+        self._sparse = sparse or default_settings(model.device.type)
+        self._kv = kv or KVFormat(model.dtype)
         if self._sparse.head_config is not None:
             self._sparse.head_config.check(num_layers=model.spec.num_layers, heads=model.spec.heads)
         self._work = PrefillWork(model.spec, rates or MachineRates())
-        self._prefixes: dict[str, PrefixKV] = {}  # by the last segment's key, while answers hold them
+        self._prefixes: dict[str, Prefix] = {}  # by the last segment's key, while answers hold them
+        self._device_kv = DeviceKV(model.device, store)
         self.max_positions = model.spec.max_positions
 
     @property
@@ -66,8 +72,8 @@ class LocalEngine:
         return EngineDigest(
             weights=model.weights_digest,
             architecture=repr(model.spec),
-            linear_dtype=str(model.dtype),
-            kv_format=str(model.dtype),
+            linear_dtype=model.linear_dtype or str(model.dtype),
+            kv_format=str(self._kv.dtype),
             numerics=model.device.type,
             sparse=for_fidelity(self._sparse, fidelity),
         ).hex
@@ -83,6 +89,11 @@ class LocalEngine:
             raise InvalidRequest("got an empty prefix, expected at least one token")
         if len(request.tokens) > self.max_positions:
             raise ContextTooLong(len(request.tokens), self.max_positions)
+        self._device_kv.drop_unstored()
+        if self.device == "cuda":
+            spec, itemsize = self._model.spec, self._model.dtype.itemsize
+            row_bytes = spec.hidden * itemsize + spec.kv_bytes_per_token(itemsize)
+            self._device_kv.make_room(len(request.tokens) * row_bytes)
         return LayerMajorPrefill(
             self._model,
             self.store,
@@ -92,6 +103,7 @@ class LocalEngine:
             resume=self._resume,
             checkpoint_s=self._checkpoint_s,
             work=self._work,
+            kv=self._kv,
         )
 
     def start_answer(self, request: AnswerRequest) -> DenseAnswer:
@@ -104,6 +116,7 @@ class LocalEngine:
             raise ContextTooLong(total, self.max_positions)
         if len(request.prefix) == 0:
             return DenseAnswer(self._model, request, None, self._decode, lambda: None)
+        self._device_kv.drop_unstored()
         chain = self.chain(request.prefix, request.salt, request.fidelity)
         prefix = self._share(chain)
         try:
@@ -116,23 +129,33 @@ class LocalEngine:
         """The keyed segments under which the KV of `tokens` is stored."""
         return segment_chain(tokens, salt=salt, digest=self.digest(fidelity))
 
-    def _share(self, chain: list[Segment]) -> PrefixKV:
+    def _share(self, chain: list[Segment]) -> Prefix:
         key = chain[-1].key
         prefix = self._prefixes.get(key)
         if prefix is None or prefix.lost:
             stored = self.store.match(chain)
             if stored < len(chain):
                 raise KVMissing(f"KV of {stored} of {len(chain)} segments is stored: prefill the prefix first")
-            prefix = self._prefixes[key] = PrefixKV(self._model, self.store, chain)
+            prefix = self._prefixes[key] = self._device_kv.take(key) or self._open_prefix(chain)
         prefix.holders += 1
         return prefix
 
-    def _unshare(self, key: str, prefix: PrefixKV) -> None:
+    def _open_prefix(self, chain: list[Segment]) -> Prefix:
+        if self._model.device.type != "cuda":
+            return PrefixKV(self._model, self.store, chain, self._kv)
+        from engine.cuda.prefix import DevicePrefix, StreamedPrefix
+
+        needed = self._kv.layout(self._model.spec).layer_bytes(chain[-1].end) * self._model.spec.num_layers
+        if self._device_kv.make_room(needed):
+            return DevicePrefix(self._model, self.store, chain, self._kv)
+        return StreamedPrefix(self._model, self.store, chain, self._kv)
+
+    def _unshare(self, key: str, prefix: Prefix) -> None:
         prefix.holders -= 1
         if prefix.holders == 0:
-            prefix.close()
             if self._prefixes.get(key) is prefix:
                 del self._prefixes[key]
+            self._device_kv.put(key, prefix)
 
 
 def open_engine(
@@ -146,22 +169,42 @@ def open_engine(
     dtype: str = "auto",
     threads: int = 0,
     sparse: SparseSettings | None = None,
+    linears: str = "auto",
+    kv_dtype: str = "auto",
 ) -> LocalEngine:
     """Load the Hugging Face folder `folder` and open its KV store, whose layout the model decides.
 
-    device: auto or cpu. dtype: auto, bfloat16 or float32; auto is bfloat16 where the processor computes in it.
-    threads: 0 leaves PyTorch's choice. Raises ModelError, ValueError for an unknown device or dtype.
+    device: auto (a GPU where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16 or float32; auto is bfloat16
+    where the processor computes in it. linears: auto (as dtype) or float8. kv_dtype: auto (as dtype), bfloat16,
+    float32 or float8. threads: 0 leaves PyTorch's choice.
+
+    On a GPU every kernel is checked against its reference first; one that fails is replaced, with a log line.
+    Raises ModelError, ValueError for an unknown device or dtype.
     """
-    if device not in ("auto", "cpu"):
-        raise ValueError(f"device: got {device!r}, expected auto or cpu")
+    place = _device(device)
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
-    model = load_model(folder, dtype=_dtype(dtype))
+    if linears not in ("auto", "float8"):
+        raise ValueError(f"linears: got {linears!r}, expected auto or float8")
+    number = _dtype(dtype, place)
+    kv = kv_format(kv_dtype, number)
+    model = load_model(folder, dtype=number, device=place, fp8_linears=linears == "float8")
     tokenizer = load_tokenizer(folder)
-    spec = model.spec
-    store = open_store(layout_for(spec.num_layers, spec.kv_bytes_per_token(model.dtype.itemsize)))
-    log.info("engine open", extra={"model": str(folder), "dtype": str(model.dtype), "threads": torch.get_num_threads()})
+    if place.type == "cuda":
+        selftest.run(place, head_dims=(model.spec.head_dim,))
+    store = open_store(kv.layout(model.spec))
+    log.info(
+        "engine open",
+        extra={
+            "model": str(folder),
+            "device": str(place),
+            "dtype": str(model.dtype),
+            "linears": model.linear_dtype or str(model.dtype),
+            "kv": str(kv.dtype),
+            "threads": torch.get_num_threads(),
+        },
+    )
     return LocalEngine(
         model,
         lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
@@ -169,6 +212,7 @@ def open_engine(
         resume=ResumeFolder(resume_dir, cap_bytes=resume_bytes) if resume_dir is not None else None,
         sparse=sparse,
         checkpoint_s=checkpoint_s,
+        kv=kv,
     )
 
 
@@ -180,8 +224,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
 
 
-def _dtype(name: str) -> torch.dtype:
+def _device(name: str) -> torch.device:
     if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
+        raise ValueError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: got {name!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16
         supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
         return torch.bfloat16 if supported is not None and supported() else torch.float32
     if name not in _DTYPES:

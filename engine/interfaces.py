@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 from engine.chain import Segment, TokenIds
 
+SCALE_TOKENS = 128  # tokens that share a scale of quantised KV
 Fidelity = Literal["default", "strict", "fast", "exact"]
 CacheState = Literal["cold", "partial", "warm_device", "warm_host", "warm_disk", "warm_shared"]
 
@@ -15,18 +16,20 @@ CacheState = Literal["cold", "partial", "warm_device", "warm_host", "warm_disk",
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How one model's KV lies in bytes. One (segment, layer) is K then V, each [kv_heads, tokens, head_dim]."""
+    """How one model's KV lies in bytes. One (segment, layer) is K then V, each [kv_heads, tokens, head_dim], then the
+    scales of K and V, each [kv_heads, ceil(tokens / 128)], where KV is quantised."""
 
     num_layers: int
-    bytes_per_token: int  # of one layer, K and V together, scales included
+    bytes_per_token: int  # of one layer, K and V together
     layers_per_group: int  # one file holds one segment's layers of one group
+    scale_bytes: int = 0  # of one layer and 128 tokens, K and V together
 
     @property
     def num_groups(self) -> int:
         return -(-self.num_layers // self.layers_per_group)
 
     def layer_bytes(self, num_tokens: int) -> int:
-        return num_tokens * self.bytes_per_token
+        return num_tokens * self.bytes_per_token + -(-num_tokens // SCALE_TOKENS) * self.scale_bytes
 
 
 class KVReader(Protocol):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,18 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import ModelError
 from engine.rope import frequencies
 from engine.spec import ModelSpec, load_spec
+from kernels.row_quant import quantise_rows
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A linear's weights in FP8, one scale an output channel: values * scale."""
+
+    values: torch.Tensor  # [out, in] float8_e4m3fn
+    scale: torch.Tensor  # [out, 1] float32
+
+
+Matrix = torch.Tensor | Fp8Matrix
 
 
 @dataclass(frozen=True)
@@ -20,16 +32,16 @@ class LayerWeights:
     """One decoder layer; linears are [out, in]."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]: q, then k, then v
+    qkv: Matrix  # [(heads + 2 kv_heads) * head_dim, hidden]: q, then k, then v
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None
-    out: torch.Tensor  # [hidden, heads * head_dim]
+    out: Matrix  # [hidden, heads * head_dim]
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]: gate, then up
+    gate_up: Matrix  # [2 * intermediate, hidden]: gate, then up
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
+    down: Matrix  # [hidden, intermediate]
     down_bias: torch.Tensor | None
 
 
@@ -46,6 +58,7 @@ class Model:
     rope_factor: float
     interleaved: bool  # the channels of q and k are ordered so that a rotary pair is adjacent
     weights_digest: str
+    linear_dtype: str = ""  # of the layers' linears; empty: the model's own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,10 +69,13 @@ class Model:
         return self.embedding.device
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
+def load_model(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", fp8_linears: bool = False
+) -> Model:
     """Load the Hugging Face folder `folder` (one safetensors file or shards).
 
-    Raises ModelError: unknown family, a tensor missing, unreadable or of the wrong shape.
+    fp8_linears: the layers' linears in FP8, quantised as they are read, so that no more than one layer's are ever on
+    the device in `dtype`. Raises ModelError: unknown family, a tensor missing, unreadable or of the wrong shape.
     """
     spec, place = load_spec(folder), torch.device(device)
     files = _files(folder)
@@ -67,7 +83,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     # On a CPU adjacent pairs are complex numbers, turned by one multiplication; q·k doesn't see the order of channels.
     reordered = place.type == "cpu" and not spec.adjacent_pairs
     try:
-        layers = tuple(_layer(reader.take, spec, index, reordered) for index in range(spec.num_layers))
+        read = (_layer(reader.take, spec, index, reordered) for index in range(spec.num_layers))
+        layers = tuple(fp8_layer(layer) if fp8_linears else layer for layer in read)
         embedding = reader.take("model.embed_tokens.weight", spec.vocabulary, spec.hidden)
         norm = reader.take("model.norm.weight", spec.hidden)
         head = embedding if spec.tied_embeddings else reader.take("lm_head.weight", spec.vocabulary, spec.hidden)
@@ -75,7 +92,23 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
         reader.close()
     inverse, factor = frequencies(spec.rope, spec.rotary_dim, place)
     adjacent = reordered or spec.adjacent_pairs
-    return Model(spec, embedding, layers, norm, head, inverse, factor, adjacent, _digest(files))
+    linears = str(torch.float8_e4m3fn) if fp8_linears else ""
+    return Model(spec, embedding, layers, norm, head, inverse, factor, adjacent, _digest(files), linears)
+
+
+def fp8_layer(layer: LayerWeights) -> LayerWeights:
+    """The same layer with its linears in FP8."""
+
+    def quantised(matrix: Matrix) -> Fp8Matrix:
+        return matrix if isinstance(matrix, Fp8Matrix) else Fp8Matrix(*quantise_rows(matrix))
+
+    return replace(
+        layer,
+        qkv=quantised(layer.qkv),
+        out=quantised(layer.out),
+        gate_up=quantised(layer.gate_up),
+        down=quantised(layer.down),
+    )
 
 
 def _layer(take: Callable[..., torch.Tensor], spec: ModelSpec, index: int, reordered: bool) -> LayerWeights:

@@ -1,36 +1,63 @@
-"""One prefix's KV in host memory, read layer by layer from the store and shared by the answers on it."""
+"""One prefix's KV, read layer by layer from the store and shared by the answers on it."""
 
 import os
+from typing import Protocol
 
 import torch
 
 from engine.chain import Segment
 from engine.errors import OutOfMemory
 from engine.interfaces import CacheState, KVStore
+from engine.kv_format import KVFormat
 from engine.model import Model
-from engine.stored_kv import load_segments
+from engine.stored_kv import as_tensor
+from kernels.full_attention import full_attention
 
 # Left to the rest of the process and the machine.
 _MARGIN_BYTES = 256 << 20
 
 
-class PrefixKV:
-    """`layer(i)` is [2, kv_heads, tokens, head_dim]. Lives while an answer holds it; all read, the lease ends."""
+class Prefix(Protocol):
+    """What answers need of a prefix's KV."""
 
-    def __init__(self, model: Model, store: KVStore, chain: list[Segment]) -> None:
+    holders: int
+    lost: bool  # a block was gone or corrupt: of no use to further answers
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def tier(self) -> CacheState:
+        """Where this answer's KV came from."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [rows, heads, head_dim] over the whole prefix: (out, lse [rows, heads]).
+
+        Raises KVMissing where a block turns out to be gone or corrupt.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class PrefixKV:
+    """A `Prefix` in host memory; `layer(i)` is [2, kv_heads, tokens, head_dim]. All read, the lease ends."""
+
+    def __init__(self, model: Model, store: KVStore, chain: list[Segment], kv: KVFormat | None = None) -> None:
         """Raises KVMissing, OutOfMemory."""
-        self._model, self._chain = model, chain
+        self._model, self._chain, self._kv_format = model, chain, kv or KVFormat(model.dtype)
         spec = model.spec
         self.num_tokens = chain[-1].end
         needed = self.num_tokens * spec.kv_bytes_per_token(model.dtype.itemsize) * spec.num_layers
-        available = _available_bytes()
+        available = available_bytes()
         if available is not None and needed + _MARGIN_BYTES > available:
             raise OutOfMemory(needed, max(available - _MARGIN_BYTES, 0))
         self._reader = store.open_reader(chain)
         self._layers: list[torch.Tensor] = []
         self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
         self.holders = 0
-        self.lost = False  # a block was gone or corrupt: of no use to further answers
+        self.lost = False
 
     @property
     def tier(self) -> CacheState:
@@ -46,23 +73,29 @@ class PrefixKV:
             spec = self._model.spec
             kv = torch.empty(2, spec.kv_heads, self.num_tokens, spec.head_dim, dtype=self._model.dtype)
             try:
-                load_segments(kv, self._chain, self._reader.read_layer(len(self._layers)))
+                buffers = self._reader.read_layer(len(self._layers))
             except BaseException:
                 self.lost = True
                 raise
+            for segment, buffer in zip(self._chain, buffers, strict=True):
+                self._kv_format.unpack(as_tensor(buffer), kv[:, :, segment.start : segment.end])
             self._layers.append(kv)
             if self.loaded:
                 self._tier = "warm_disk" if self._reader.tier == "disk" else "warm_host"
                 self._reader.close()
         return self._layers[index]
 
+    def attend(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.layer(layer)
+        return full_attention(q, keys, values)
+
     def close(self) -> None:
         self._reader.close()
         self._layers.clear()
 
 
-def _available_bytes() -> int | None:
-    """Memory that can be had without swapping, None where the system doesn't say."""
+def available_bytes() -> int | None:
+    """Host memory that can be had without swapping, None where the system doesn't say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as meminfo:
             for line in meminfo:

@@ -31,17 +31,20 @@ OPS = (
     "rope",
     "swiglu",
     "gated_mlp",
+    "fp8_linear",
+    "row_quant",
     "kv_quant",
 )
 
 # Path → module of the operation's folder, best first. A path whose module an operation lacks is passed over.
-_CUDA_ORDER = ("gluon", "fa3", "triton", "sdpa", "reference")
+_CUDA_ORDER = ("gluon", "fa3", "scaled_mm", "triton", "sdpa", "reference")
 _CPU_ORDER = ("cpu", "reference")
 _MODULES = {
     "gluon": "gluon_kernel",
     "triton": "triton_kernel",
     "fa3": "fa3",
     "sdpa": "sdpa",
+    "scaled_mm": "scaled_mm",
     "cpu": "cpu",
     "reference": "reference",
 }

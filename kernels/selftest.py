@@ -12,15 +12,17 @@ from kernels import dispatch
 from kernels.block_lists import BlockLists, causal_lists, lists_from_mask
 from kernels.block_lse import block_lse
 from kernels.block_scores import block_scores
-from kernels.block_selection import select_blocks
+from kernels.block_selection import select_blocks, select_mask
 from kernels.block_sparse_attention import block_sparse_attention
 from kernels.decode_attention import decode_attention, pages_view
 from kernels.dense_attention import dense_attention
+from kernels.fp8_linear import fp8_linear
 from kernels.full_attention import full_attention
 from kernels.gated_mlp import gated_mlp
 from kernels.kv_quant import dequantise_kv, quantise_kv
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
+from kernels.row_quant import quantise_rows
 from kernels.sampled_lse import sampled_lse
 from kernels.swiglu import swiglu
 
@@ -150,8 +152,9 @@ def _scores(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
 
 def _selection(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     masses = _normal(3, 2, 2, 40, device=device, dtype=torch.float32, seed=head_dim).mul(3).softmax(-1)
-    lists = select_blocks(masses, target=0.9, row_block=64, key_block=64, row_offset=37 * 64)
-    return lists.offsets, lists.blocks[: int(lists.offsets[-1])]
+    shape = {"row_block": 64, "key_block": 64, "row_offset": 37 * 64}
+    lists = select_blocks(masses, target=0.9, **shape)
+    return lists.offsets, lists.blocks[: int(lists.offsets[-1])], select_mask(masses, target=0.9, **shape)
 
 
 def _sampled(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
@@ -205,6 +208,25 @@ def _mlp(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     return (gated_mlp(x, gate_up * 0.1, down, residual=residual),)
 
 
+def _fp8_linear(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    """Rows that fill a granule and rows that don't, quantised by the reference: only the product is on trial."""
+    weight, bias = (_normal(*shape, device=device, dtype=torch.bfloat16, seed=4) for shape in ((96, head_dim), (96,)))
+    outs = []
+    for rows in (32, 5):
+        x = _normal(rows, head_dim, device=device, dtype=torch.bfloat16, seed=rows)
+        with dispatch.override("row_quant", "reference"):
+            (x8, scale), (w8, w_scale) = quantise_rows(x), quantise_rows(weight)
+        outs.append(fp8_linear(x8, scale, w8, w_scale, bias))
+    return tuple(outs)
+
+
+def _rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
+    """Values that FP8 holds exactly, as in `_quantised`."""
+    steps = torch.arange(6 * head_dim, device=device) % 15 - 7
+    quantised, scale = quantise_rows((steps * 64.0).view(6, head_dim).to(dtype))
+    return quantised.float() * scale, scale
+
+
 def _quantised(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     """There and back: a value on the edge of two FP8 steps may fall either way, its neighbour 1/16 off; so the values
     are such as FP8 holds exactly."""
@@ -227,5 +249,7 @@ _CASES: dict[str, Callable[[torch.device, torch.dtype, int], Tensors]] = {
     "rope": _rope,
     "swiglu": _swiglu,
     "gated_mlp": _mlp,
+    "fp8_linear": _fp8_linear,
+    "row_quant": _rows,
     "kv_quant": _quantised,
 }

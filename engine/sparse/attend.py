@@ -13,10 +13,10 @@ from engine.sparse.patterns import classify
 from engine.sparse.report import AttentionReport, causal_pairs
 from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask
-from kernels.block_lists import BlockLists, lists_from_mask, mask_from_lists
+from kernels.block_lists import BlockLists, lists_from_mask
 from kernels.block_lse import block_masses
 from kernels.block_scores import block_scores
-from kernels.block_selection import select_blocks
+from kernels.block_selection import select_mask
 from kernels.block_sparse_attention import block_sparse_attention
 
 # The guard aims at missing this share of what may be missed, and is content between it and a little less.
@@ -42,19 +42,19 @@ class _SparseSegment:
 
     def __init__(self, task: SegmentTask, settings: SparseSettings, report: AttentionReport) -> None:
         self._task, self._settings, self._report = task, settings, report
-        random = sampling.generator(task.seed)
+        device, random = task.q.device, sampling.generator(task.seed)
         heads = task.q.shape[1]
         self._list_heads = heads if settings.head_config is not None else task.kv_heads
-        self._chosen = sampling.choice_rows(settings, heads, random)
-        self._guard = sampling.guard_rows(settings, task.rows, self._chosen, random)
-        self._witness = sampling.guard_rows(settings, task.rows, self._chosen, random)
+        chosen = sampling.choice_rows(settings, heads, random, end=task.start + task.rows)
+        guard = sampling.guard_rows(settings, task.rows, chosen, random)
+        witness = sampling.guard_rows(settings, task.rows, chosen, random)
+        self._chosen, self._guard, self._witness = (rows.to(device) for rows in (chosen, guard, witness))
         row_blocks = -(-task.rows // settings.row_block)
-        ends = ((torch.arange(row_blocks) + 1) * settings.row_block).clamp(max=task.rows) + task.start
-        self._causal = -(-ends // settings.key_block)  # key blocks that a row block sees
-        self._rows = ends - torch.cat(
-            (torch.tensor([task.start]), ends[:-1])
-        )  # of each row block; the last may be short
-        self._key_blocks = int(self._causal[-1])
+        starts = torch.arange(row_blocks, device=device) * settings.row_block
+        ends = (starts + settings.row_block).clamp(max=task.rows)
+        self._causal = -(-(ends + task.start) // settings.key_block)  # key blocks that a row block sees
+        self._rows = ends - starts  # of each row block; the last may be short
+        self._key_blocks = -(-(task.start + task.rows) // settings.key_block)
 
     def run(self) -> Iterator[None]:
         task, settings = self._task, self._settings
@@ -76,7 +76,7 @@ class _SparseSegment:
         task, settings = self._task, self._settings
         k = task.k.repeat_interleave(self._list_heads // task.kv_heads, 0) if self._per_head else task.k
         parts = []
-        for first, last in task.pieces(settings.row_block, share=settings.sampled_rows / settings.row_block):
+        for first, last in task.pieces(settings.row_block, share=self._chosen.shape[1] / settings.row_block):
             part = block_scores(
                 task.q[first:last],
                 k,
@@ -99,7 +99,7 @@ class _SparseSegment:
         if settings.policy != "adaptive":
             patterns = fixed.head_patterns(settings, task.layer, self._list_heads)
             return fixed.fixed_mask(settings, patterns, masses.sum(2), self._causal)
-        lists = select_blocks(
+        return select_mask(
             masses,
             target=settings.target if target is None else target.expand(masses.shape[0], -1).contiguous(),
             row_block=settings.row_block,
@@ -108,7 +108,6 @@ class _SparseSegment:
             sink_blocks=settings.sink_blocks,
             local_blocks=settings.local_blocks,
         )
-        return mask_from_lists(lists, self._key_blocks)
 
     def _row_masses(self, *draws: torch.Tensor) -> list[torch.Tensor]:
         """Softmax masses over the key blocks of each draw [heads, count] of rows: [heads, count, key_blocks]."""
@@ -127,7 +126,7 @@ class _SparseSegment:
     def _kept(self, mask: torch.Tensor, rows: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
         """Share of the softmax mass kept, exp(LSE kept − LSE all), of each row: [kv_heads, group * count]."""
         heads = rows.shape[0]
-        list_head = torch.arange(heads)[:, None] // (heads // self._list_heads)
+        list_head = torch.arange(heads, device=rows.device)[:, None] // (heads // self._list_heads)
         kept = mask[rows.long() // self._settings.row_block, list_head]
         return (masses * kept).sum(-1).view(self._task.kv_heads, -1)
 
@@ -158,7 +157,7 @@ class _SparseSegment:
             recall = torch.where(better, got, recall)
         short = recall < goal
         if settings.dense_below_target and bool(short.any()):
-            seen = torch.arange(self._key_blocks) < self._causal[:, None]
+            seen = torch.arange(self._key_blocks, device=mask.device) < self._causal[:, None]
             mask = mask | (seen[:, None] & short[:, None])
             recall = recall.masked_fill(short, 1.0)
         return mask, recall
@@ -188,16 +187,14 @@ class _SparseSegment:
         per_group = self._list_heads // task.kv_heads
         # Every block counts whole but for the diagonal's, of which a causal half is computed.
         total = causal_pairs(task.start, task.rows)
-        left_out = ((self._causal[:, None] - mask.sum(2)) * self._rows[:, None]).sum(
-            0
-        )  # row-block pairs of a list head
-        left_out = left_out.view(task.kv_heads, per_group).double().mean(1)
+        left_out = ((self._causal[:, None] - mask.sum(2)) * self._rows[:, None]).sum(0)  # of each list head
+        kept_pairs = total - left_out.view(task.kv_heads, per_group).double().mean(1) * settings.key_block
+        union = mask.view(len(mask), task.kv_heads, per_group, -1).any(2)
+        patterns = classify(union, self._causal, key_block=settings.key_block)
+        blocks = union.sum((0, 2)).tolist()
         for group in range(task.kv_heads):
-            kept_pairs = total - float(left_out[group]) * settings.key_block
-            report.add_pairs(task.start, task.rows, kept_pairs, total)
-            union = mask[:, group * per_group : (group + 1) * per_group].any(1)
-            pattern = classify(union, self._causal, key_block=settings.key_block)
-            report.vote(task.layer, group, pattern, int(union.sum()))
+            report.add_pairs(task.start, task.rows, float(kept_pairs[group]), total)
+            report.vote(task.layer, group, patterns[group], blocks[group])
         report.add_recalls(task.start, task.rows, recall.tolist())
         report.below_target |= bool(((steered < settings.target) | (recall + _SURE * error < settings.target)).any())
 

@@ -34,7 +34,7 @@ def fixed_mask(
 
     masses [row_blocks, list_heads, key_blocks] of sampled rows, causal [row_blocks]: key blocks that a row block sees.
     """
-    blocks = torch.arange(masses.shape[2])
+    blocks = torch.arange(masses.shape[2], device=masses.device)
     seen = blocks < causal[:, None]
     forced = seen & ((blocks < settings.sink_blocks) | (blocks >= causal[:, None] - settings.local_blocks))
     masses = masses.masked_fill(~seen[:, None], 0)
@@ -54,9 +54,11 @@ def fixed_mask(
 def _lines(masses: torch.Tensor, causal: torch.Tensor, pattern: HeadPattern, key_block: int) -> torch.Tensor:
     """The heaviest columns and diagonals of one head. masses [row_blocks, key_blocks]."""
     key_blocks = masses.shape[1]
-    distance = causal[:, None] - 1 - torch.arange(key_blocks)
+    distance = causal[:, None] - 1 - torch.arange(key_blocks, device=masses.device)
     columns = _heaviest(masses.sum(0), -(-pattern.first // key_block))
-    weights = torch.zeros(key_blocks).scatter_add_(0, distance.clamp(min=0).flatten(), masses.flatten())
+    weights = torch.zeros(key_blocks, device=masses.device).scatter_add_(
+        0, distance.clamp(min=0).flatten(), masses.flatten()
+    )
     diagonals = _heaviest(weights, -(-pattern.second // key_block))
     return columns | diagonals[distance.clamp(min=0)]
 

@@ -9,11 +9,13 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def choice_rows(settings: SparseSettings, heads: int, random: torch.Generator) -> torch.Tensor:
-    """Offsets inside a row block, [heads, sampled_rows] int32: one a stratum, staggered over the heads."""
-    stride = settings.row_block // settings.sampled_rows
+def choice_rows(settings: SparseSettings, heads: int, random: torch.Generator, *, end: int = 0) -> torch.Tensor:
+    """Offsets inside a row block of a segment that ends at position `end`, [heads, samples] int32: one a stratum,
+    staggered over the heads."""
+    count = settings.sampled_rows_at(end)
+    stride = settings.row_block // count
     shift = torch.randint(stride, (1,), generator=random) + torch.arange(heads) * stride // heads
-    strata = torch.arange(settings.sampled_rows) * stride
+    strata = torch.arange(count) * stride
     return (strata + (shift % stride)[:, None]).to(torch.int32)
 
 
@@ -23,7 +25,7 @@ def guard_rows(settings: SparseSettings, rows: int, chosen: torch.Tensor, random
     strata = torch.arange(count) * rows // count
     width = max(rows // count, 1)
     picked = strata + torch.randint(width, (heads, count), generator=random)
-    for _ in range(settings.sampled_rows):
+    for _ in range(chosen.shape[1]):
         taken = ((picked % settings.row_block)[..., None] == chosen[:, None]).any(-1)
         picked = torch.where(taken, (picked + 1) % rows, picked)
     return picked.to(torch.int32)

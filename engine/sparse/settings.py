@@ -25,6 +25,9 @@ class SparseSettings:
     row_block: int = 256
     key_block: int = 64
     sampled_rows: int = 8  # of each row block and head, exact, for the choice of blocks
+    sampled_rows_until: int | None = (
+        None  # from this position on half as many, from its double a quarter, …; at least 1
+    )
     guard_rows: int = 64  # of each segment and head, fresh, for the measured recall
     sink_blocks: int = 1
     local_blocks: int = 4
@@ -42,6 +45,13 @@ class SparseSettings:
         """Raises ValueError where a head config would not be heard."""
         if self.head_config is not None and self.policy in ("dense", "adaptive"):
             raise ValueError(f"a head config sets fixed budgets: got policy {self.policy}, expected one that has them")
+
+    def sampled_rows_at(self, end: int) -> int:
+        """Rows of each row block and head that a segment ending at position `end` samples for its choice."""
+        count, until = self.sampled_rows, self.sampled_rows_until
+        while until is not None and end > until and count > 1:
+            count, until = count // 2, until * 2
+        return count
 
     def canonical(self) -> str:
         """One line that is equal exactly when KV is."""

@@ -19,8 +19,8 @@ def block_scores(
 
     q [tokens, heads, head_dim], k [kv_heads, k_tokens, head_dim]. sample_offsets [heads, samples] int32 in
     0 … row_block - 1: head h samples rows b * row_block + sample_offsets[h, j] of row block b (the last row of q where
-    that lies behind it). A sampled row's softmax is exact, over all its causal keys. Stagger the offsets over the
-    heads: that finds more than equal ones do.
+    that lies behind it); or [row_blocks, heads, samples], where row blocks have offsets of their own. A sampled row's
+    softmax is exact, over all its causal keys. Stagger the offsets over the heads: that finds more than equal ones do.
 
     Sample j of the group's g-th head belongs to fold (g * samples + j) % 2, so that one fold can order the blocks and
     the other, which took no part in that order, can measure (`select_blocks`).
@@ -31,12 +31,16 @@ def block_scores(
     Raises ValueError for shapes, dtypes or devices that do not fit together.
     """
     checks.attention(q, k, None, row_offset)
-    checks.shape("sample_offsets", sample_offsets, q.shape[1], "samples")
-    checks.dtype("sample_offsets", sample_offsets, torch.int32)
-    checks.at_least("samples", sample_offsets.shape[1], 1)
-    checks.same_device(q=q, sample_offsets=sample_offsets)
     checks.block_size("row_block", row_block)
     checks.block_size("key_block", key_block)
+    if sample_offsets.dim() == 2:
+        sample_offsets = sample_offsets[None]
+    else:
+        checks.shape("sample_offsets", sample_offsets, -(-q.shape[0] // row_block), q.shape[1], "samples")
+    checks.shape("sample_offsets", sample_offsets, "row_blocks", q.shape[1], "samples")
+    checks.dtype("sample_offsets", sample_offsets, torch.int32)
+    checks.at_least("samples", sample_offsets.shape[2], 1)
+    checks.same_device(q=q, sample_offsets=sample_offsets)
     masses: torch.Tensor = dispatch.implementation("block_scores", q.device).block_scores(
         q,
         k[:, : row_offset + q.shape[0]],

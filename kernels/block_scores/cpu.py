@@ -21,7 +21,7 @@ def block_scores(
         q, k = q.float(), k.float()
     tokens, heads, head_dim = q.shape
     kv_heads, k_tokens, _ = k.shape
-    group, samples = heads // kv_heads, sample_offsets.shape[1]
+    group, samples = heads // kv_heads, sample_offsets.shape[2]
     row_blocks, key_blocks = -(-tokens // row_block), -(-k_tokens // key_block)
     starts = torch.arange(row_blocks) * row_block
     rows = (starts[:, None, None] + sample_offsets.long()).clamp(max=tokens - 1)  # [row_blocks, heads, samples]

@@ -12,16 +12,17 @@ def block_scores(
     row_offset: int,
     scale: float,
 ) -> torch.Tensor:
-    """masses [row_blocks, kv_heads, 2, key_blocks]; computed in float64 when q is float64, otherwise in float32."""
+    """masses [row_blocks, kv_heads, 2, key_blocks], in float64 when q is; offsets [1 or row_blocks, …]."""
     tokens, heads, _ = q.shape
     kv_heads, k_tokens, _ = k.shape
-    group, samples = heads // kv_heads, sample_offsets.shape[1]
+    group, samples = heads // kv_heads, sample_offsets.shape[2]
     compute = torch.promote_types(q.dtype, torch.float32)
     row_blocks, key_blocks = -(-tokens // row_block), -(-k_tokens // key_block)
+    offsets = sample_offsets.long().expand(row_blocks, -1, -1)
     fold = torch.arange(group * samples, device=q.device) % 2
     masses = torch.zeros(row_blocks, kv_heads, 2, key_blocks, dtype=compute, device=q.device)
     for block in range(row_blocks):
-        rows = (block * row_block + sample_offsets.long()).clamp(max=tokens - 1)  # [heads, samples]
+        rows = (block * row_block + offsets[block]).clamp(max=tokens - 1)  # [heads, samples]
         sampled = q[rows, torch.arange(heads, device=q.device)[:, None]].to(compute)
         sampled = sampled.view(kv_heads, group * samples, -1)
         scores = sampled @ k.to(compute).transpose(1, 2) * scale

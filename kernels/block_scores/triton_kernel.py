@@ -53,12 +53,13 @@ def block_scores(
     """masses [row_blocks, kv_heads, 2, key_blocks] float32."""
     tokens, heads, _ = q.shape
     kv_heads, k_tokens, _ = k.shape
-    samples = sample_offsets.shape[1]
+    samples = sample_offsets.shape[2]
     per_block = heads // kv_heads * samples
     row_blocks, key_blocks = triton.cdiv(tokens, row_block), triton.cdiv(k_tokens, key_block)
     starts = torch.arange(0, tokens, row_block, dtype=torch.int32, device=q.device)
     # [kv_heads, row_blocks × group × samples], ascending by row block
-    rows = (starts[:, None] + sample_offsets.view(kv_heads, 1, per_block)).clamp(max=tokens - 1)
+    offsets = sample_offsets.view(-1, kv_heads, per_block).transpose(0, 1)
+    rows = (starts[:, None] + offsets).clamp(max=tokens - 1)
     masses = torch.zeros(row_blocks, kv_heads, 2, key_blocks, dtype=torch.float32, device=q.device)
     step = max(1, rows_per_pass(kv_heads, key_blocks) // per_block)
     for first in range(0, row_blocks, step):

@@ -33,6 +33,68 @@ def select_blocks(
 
     Returns lists with kv_heads list heads, without a host sync. Raises ValueError for arguments that do not fit.
     """
+    target = _check(
+        masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
+    )
+    offsets, blocks = dispatch.implementation("block_selection", masses.device).select_blocks(
+        masses.contiguous(),
+        target,
+        row_block,
+        key_block,
+        row_offset,
+        sink_blocks,
+        local_blocks,
+        smooth_blocks,
+        budget_factor,
+    )
+    return BlockLists(offsets, blocks, masses.shape[1], row_block, key_block)
+
+
+def select_mask(
+    masses: torch.Tensor,
+    *,
+    target: float | torch.Tensor,
+    row_block: int,
+    key_block: int,
+    row_offset: int = 0,
+    sink_blocks: int = 1,
+    local_blocks: int = 2,
+    smooth_blocks: int = 32,
+    budget_factor: float = 1.0,
+) -> torch.Tensor:
+    """The same choice as `select_blocks` makes, as a mask [row_blocks, kv_heads, key_blocks] bool of kept blocks.
+
+    Arguments and errors are those of `select_blocks`.
+    """
+    target = _check(
+        masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
+    )
+    mask: torch.Tensor = dispatch.implementation("block_selection", masses.device).select_mask(
+        masses.contiguous(),
+        target,
+        row_block,
+        key_block,
+        row_offset,
+        sink_blocks,
+        local_blocks,
+        smooth_blocks,
+        budget_factor,
+    )
+    return mask
+
+
+def _check(
+    masses: torch.Tensor,
+    target: float | torch.Tensor,
+    row_block: int,
+    key_block: int,
+    row_offset: int,
+    sink_blocks: int,
+    local_blocks: int,
+    smooth_blocks: int,
+    budget_factor: float,
+) -> torch.Tensor:
+    """The targets as a tensor [row_blocks, kv_heads] float32."""
     checks.shape("masses", masses, "row_blocks", "kv_heads", 2, "key_blocks")
     checks.dtype("masses", masses, torch.float32, torch.float64)
     checks.block_size("row_block", row_block)
@@ -53,15 +115,4 @@ def select_blocks(
         target = torch.full((row_blocks, kv_heads), target, dtype=torch.float32, device=masses.device)
     if key_blocks * key_block <= row_offset + (row_blocks - 1) * row_block:
         raise ValueError(f"masses: {key_blocks} key blocks of {key_block} do not reach the rows from {row_offset} on")
-    offsets, blocks = dispatch.implementation("block_selection", masses.device).select_blocks(
-        masses.contiguous(),
-        target.contiguous(),
-        row_block,
-        key_block,
-        row_offset,
-        sink_blocks,
-        local_blocks,
-        smooth_blocks,
-        budget_factor,
-    )
-    return BlockLists(offsets, blocks, kv_heads, row_block, key_block)
+    return target.contiguous()

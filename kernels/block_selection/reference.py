@@ -18,6 +18,25 @@ def select_blocks(
     budget_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets, blocks) of the block lists."""
+    mask = select_mask(
+        masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
+    )
+    lists = lists_from_mask(mask, row_block=row_block, key_block=key_block)
+    return lists.offsets, lists.blocks
+
+
+def select_mask(
+    masses: torch.Tensor,
+    target: torch.Tensor,
+    row_block: int,
+    key_block: int,
+    row_offset: int,
+    sink_blocks: int,
+    local_blocks: int,
+    smooth_blocks: int,
+    budget_factor: float,
+) -> torch.Tensor:
+    """[row_blocks, kv_heads, key_blocks] bool."""
     row_blocks, _, _, key_blocks = masses.shape
     causal = causal_counts(row_blocks, row_block, key_block, row_offset, key_blocks, masses.device)
     block = torch.arange(key_blocks, device=masses.device)
@@ -37,8 +56,7 @@ def select_blocks(
     )
     order = order_key(first + second).sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, block.expand_as(order))
-    lists = lists_from_mask(rank < budget[..., None], row_block=row_block, key_block=key_block)
-    return lists.offsets, lists.blocks
+    return rank < budget[..., None]
 
 
 def _needed(key: torch.Tensor, mass: torch.Tensor, share: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:

@@ -59,13 +59,12 @@ def needed_kernel(masses_ptr, causal_ptr, share_ptr, needed_ptr, key_blocks, KV_
 
 
 @triton.jit
-def fill_kernel(masses_ptr, causal_ptr, offsets_ptr, blocks_ptr, key_blocks, KV_HEADS: tl.constexpr,
-                SINK: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Write each list's heaviest blocks, as many as its offsets leave room for, in ascending order."""
+def fill_kernel(masses_ptr, causal_ptr, budget_ptr, offsets_ptr, out_ptr, key_blocks, KV_HEADS: tl.constexpr,
+                SINK: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Each list's heaviest blocks, as many as its budget says: in ascending order, or as a mask of all blocks."""
     index = tl.program_id(0).to(tl.int64)
     causal = tl.load(causal_ptr + index // KV_HEADS)
-    begin = tl.load(offsets_ptr + index)
-    budget = (tl.load(offsets_ptr + index + 1) - begin).to(tl.int32)
+    budget = tl.load(budget_ptr + index)
     block = tl.arange(0, BLOCKS)
     first = _fixed(masses_ptr + index * 2 * key_blocks, block, causal)
     second = _fixed(masses_ptr + (index * 2 + 1) * key_blocks, block, causal)
@@ -81,8 +80,11 @@ def fill_kernel(masses_ptr, causal_ptr, offsets_ptr, blocks_ptr, key_blocks, KV_
     equal = (key == low).to(tl.int32)
     room = budget - tl.sum((key > low).to(tl.int32))
     keep = (key > low) | ((equal == 1) & (tl.cumsum(equal) <= room))
-    rank = tl.cumsum(keep.to(tl.int32)) - 1
-    tl.store(blocks_ptr + begin + rank, block, mask=keep)
+    if MASK:
+        tl.store(out_ptr + index * key_blocks + block, keep.to(tl.int8), mask=block < key_blocks)
+    else:
+        rank = tl.cumsum(keep.to(tl.int32)) - 1
+        tl.store(out_ptr + tl.load(offsets_ptr + index) + rank, block, mask=keep)
 
 
 def select_blocks(
@@ -102,19 +104,73 @@ def select_blocks(
         return reference.select_blocks(
             masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
         )
-    masses = masses.float()
-    causal = causal_counts(row_blocks, row_block, key_block, row_offset, key_blocks, masses.device)
-    needed = torch.empty(row_blocks, kv_heads, dtype=torch.int32, device=masses.device)
-    held = max(32, triton.next_power_of_2(key_blocks))
-    constants = {"KV_HEADS": kv_heads, "SINK": sink_blocks, "LOCAL": local_blocks, "BLOCKS": held}
-    constants["num_warps"] = max(1, min(32, held // 1024))  # 32 blocks a thread stay in registers
-    grid = (row_blocks * kv_heads,)
-    needed_kernel[grid](masses, causal, target_steps(target), needed, key_blocks, **constants)
-    budget = budgets(
-        needed, causal, forced=sink_blocks + local_blocks, smooth_blocks=smooth_blocks, budget_factor=budget_factor
+    choice = _Choice(
+        masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
     )
     offsets = torch.zeros(row_blocks * kv_heads + 1, dtype=torch.int64, device=masses.device)
-    torch.cumsum(budget.view(-1), 0, out=offsets[1:])
+    torch.cumsum(choice.budget.view(-1), 0, out=offsets[1:])
     blocks = torch.empty(row_blocks * kv_heads * key_blocks, dtype=torch.int32, device=masses.device)
-    fill_kernel[grid](masses, causal, offsets, blocks, key_blocks, **constants)
+    choice.fill(offsets, blocks, mask=False)
     return offsets, blocks
+
+
+def select_mask(
+    masses: torch.Tensor,
+    target: torch.Tensor,
+    row_block: int,
+    key_block: int,
+    row_offset: int,
+    sink_blocks: int,
+    local_blocks: int,
+    smooth_blocks: int,
+    budget_factor: float,
+) -> torch.Tensor:
+    """[row_blocks, kv_heads, key_blocks] bool."""
+    row_blocks, kv_heads, _, key_blocks = masses.shape
+    if key_blocks > _MOST_BLOCKS:
+        return reference.select_mask(
+            masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
+        )
+    choice = _Choice(
+        masses, target, row_block, key_block, row_offset, sink_blocks, local_blocks, smooth_blocks, budget_factor
+    )
+    mask = torch.empty(row_blocks, kv_heads, key_blocks, dtype=torch.int8, device=masses.device)
+    choice.fill(None, mask, mask=True)
+    return mask.view(torch.bool)
+
+
+class _Choice:
+    """Every list's budget, and the launch that fills it."""
+
+    def __init__(
+        self,
+        masses: torch.Tensor,
+        target: torch.Tensor,
+        row_block: int,
+        key_block: int,
+        row_offset: int,
+        sink_blocks: int,
+        local_blocks: int,
+        smooth_blocks: int,
+        budget_factor: float,
+    ) -> None:
+        row_blocks, kv_heads, _, self._key_blocks = masses.shape
+        self._masses = masses.float()
+        self._causal = causal_counts(row_blocks, row_block, key_block, row_offset, self._key_blocks, masses.device)
+        needed = torch.empty(row_blocks, kv_heads, dtype=torch.int32, device=masses.device)
+        held = max(32, triton.next_power_of_2(self._key_blocks))
+        self._constants = {"KV_HEADS": kv_heads, "SINK": sink_blocks, "LOCAL": local_blocks, "BLOCKS": held}
+        self._constants["num_warps"] = max(1, min(32, held // 1024))  # 32 blocks a thread stay in registers
+        self._grid = (row_blocks * kv_heads,)
+        needed_kernel[self._grid](
+            self._masses, self._causal, target_steps(target), needed, self._key_blocks, **self._constants
+        )
+        forced = sink_blocks + local_blocks
+        self.budget = budgets(
+            needed, self._causal, forced=forced, smooth_blocks=smooth_blocks, budget_factor=budget_factor
+        )
+
+    def fill(self, offsets: torch.Tensor | None, out: torch.Tensor, *, mask: bool) -> None:
+        fill_kernel[self._grid](
+            self._masses, self._causal, self.budget, offsets, out, self._key_blocks, MASK=mask, **self._constants
+        )

@@ -104,7 +104,7 @@ def test_what_is_not_stored_must_be_prefilled_first(engine: LocalEngine) -> None
 def test_a_prefix_beyond_free_memory_is_refused_with_both_numbers(
     warm: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.prefix_kv._available_bytes", lambda: 260 << 20)
+    monkeypatch.setattr("engine.prefix_kv.available_bytes", lambda: 260 << 20)
     with pytest.raises(OutOfMemory) as caught:
         warm.start_answer(ask())
     assert caught.value.needed_bytes == 5000 * 3 * 2 * 2 * 64 * 4

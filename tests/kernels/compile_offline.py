@@ -24,6 +24,7 @@ from kernels.kv_quant.triton_kernel import dequantise_kernel, quantise_kernel
 from kernels.launch import attention_tile, scoring_tile
 from kernels.rms_norm.triton_kernel import rms_norm_kernel
 from kernels.rope.triton_kernel import rope_kernel
+from kernels.row_quant.triton_kernel import row_quant_kernel
 from kernels.sampled_lse.triton_kernel import kept_lse_kernel
 from kernels.swiglu.triton_kernel import swiglu_kernel
 
@@ -83,9 +84,12 @@ def cases(arch: int) -> Iterator[Case]:
         {},
     )
     selection = {"KV_HEADS": 8, "SINK": 1, "LOCAL": 2, "BLOCKS": 8192}
-    pointers = {"masses_ptr": "*fp32", "causal_ptr": "*i32", "share_ptr": "*i32", "needed_ptr": "*i32", **lists}
+    pointers = {"masses_ptr": "*fp32", "causal_ptr": "*i32", "share_ptr": "*i32", "needed_ptr": "*i32"}
     yield "needed", needed_kernel, pointers, selection, {"num_warps": 8}
-    yield "fill", fill_kernel, pointers, selection, {"num_warps": 8}
+    pointers |= {"budget_ptr": "*i32", "offsets_ptr": "*i64"}
+    for mask in (False, True):
+        out = {"out_ptr": "*i8" if mask else "*i32"}
+        yield f"fill-mask={mask}", fill_kernel, {**pointers, **out}, {**selection, "MASK": mask}, {"num_warps": 8}
     yield (
         "kept_lse",
         kept_lse_kernel,
@@ -93,6 +97,9 @@ def cases(arch: int) -> Iterator[Case]:
         {"GROUP": 4, "LIST_HEADS": 8, "HEADS_PER_LIST": 4, "ROW_BLOCK": 128, "CHUNK": 1024},
         {},
     )
+    if arch >= 89:
+        row_pointers = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+        yield "row_quant", row_quant_kernel, row_pointers, {"BLOCK": 4096}, {"num_warps": 8}
     rows = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "sum_ptr": "*bf16", "scale_ptr": "*fp32"}
     for fp8 in (False, True) if arch >= 89 else (False,):
         out = {"out_ptr": "*fp8e4nv" if fp8 else "*bf16"}

@@ -1,0 +1,85 @@
+"""KV on its way from the device to the store, beside the computing: a stream and a thread of its own."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.cuda.memory import new_event, new_stream
+
+# Segments of a layer in flight; more wait on the device's side.
+_BUFFERS = 8
+
+
+@dataclass(frozen=True)
+class _Piece:
+    pinned: torch.Tensor  # [bytes] uint8
+    size: int
+    arrived: torch.cuda.Event
+    keep: Callable[[memoryview], None]
+
+
+class Outflow:
+    """Hands packed KV to the store in the order it was sent. One thread sends."""
+
+    def __init__(self, device: torch.device, piece_bytes: int) -> None:
+        """`piece_bytes`: the most that one piece has."""
+        self._stream = new_stream(device)
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._waiting = 0
+        self._changed = threading.Condition()
+        for _ in range(_BUFFERS):
+            self._free.put(torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True))
+        self._thread = threading.Thread(target=self._run, name="kv-outflow", daemon=True)
+        self._thread.start()
+
+    def send(self, packed: torch.Tensor, keep: Callable[[memoryview], None]) -> None:
+        """packed [bytes] uint8 on the device goes to `keep`, which copies it. Blocks while all buffers are in flight.
+
+        Raises what an earlier `keep` raised.
+        """
+        self._check()
+        pinned, size = self._free.get(), packed.numel()
+        self._stream.wait_stream(torch.cuda.current_stream(packed.device))
+        with torch.cuda.stream(self._stream):
+            pinned[:size].copy_(packed, non_blocking=True)
+            packed.record_stream(self._stream)
+            arrived = new_event()
+            arrived.record()
+        with self._changed:
+            self._waiting += 1
+        self._sent.put(_Piece(pinned, size, arrived, keep))
+
+    def settle(self) -> None:
+        """Wait until everything sent was kept. Raises what `keep` raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting == 0)
+        self._check()
+
+    def close(self) -> None:
+        """Wait for what is in flight, keep no more of it, end the thread."""
+        if self._thread.is_alive():
+            self._error = self._error or RuntimeError("the outflow is closed")
+            self._sent.put(None)
+            self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (piece := self._sent.get()) is not None:
+            try:
+                piece.arrived.synchronize()
+                if self._error is None:
+                    piece.keep(piece.pinned[: piece.size].numpy().data)
+            except BaseException as error:  # the sender must hear of it, whatever it is
+                self._error = error
+            self._free.put(piece.pinned)
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()

@@ -1,0 +1,271 @@
+"""Prefill's rows on a GPU: segments in runs, nothing waited for but the run before the last.
+
+Linears and dense attention work on one segment at a time, always of the same shape, so that a segment's bits do not
+depend on its neighbours; choice and sparse attention share launches over a run, which changes no bit.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine import forward
+from engine.chain import SEGMENT_TOKENS, Segment, TokenIds
+from engine.cuda.memory import new_event
+from engine.cuda.outflow import Outflow
+from engine.errors import OutOfMemory
+from engine.kv_format import KVFormat
+from engine.model import Model
+from engine.prefill_rows import Keep
+from engine.sparse.attend import attend
+from engine.sparse.report import AttentionReport
+from engine.sparse.run import RunReport, RunTask, attend_run, draw_rows
+from engine.sparse.settings import SparseSettings
+from engine.sparse.task import SegmentTask, segment_seed
+
+log = logging.getLogger(__name__)
+
+# A document's last segment is padded to a multiple of it.
+ROW_GRANULE = 64
+_RUN_SEGMENTS = 16
+_RUNS_AHEAD = 2
+# Of every key block: masses of two folds, two masks, their running count and positions; log-sum-exps and masses.
+_BYTES_A_LIST, _BYTES_A_GUARD_ROW = 32, 16
+
+
+class CudaRows:
+    """`PrefillRows` on one GPU.
+
+    Work buffers are made once, of the size that the run length asks for; where the device has too little memory the
+    runs get shorter, which changes no bit either.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        chain: Sequence[Segment],
+        first_segment: int,
+        settings: SparseSettings,
+        kv: KVFormat,
+        *,
+        run_segments: int = _RUN_SEGMENTS,
+    ) -> None:
+        """Raises OutOfMemory where hidden states and K and V of a layer don't fit the device."""
+        spec = model.spec
+        self._model, self._chain, self._settings, self._kv_format = model, chain, settings, kv
+        self._device = model.device
+        self._first_segment, self._first_row, self._end = first_segment, chain[first_segment].start, chain[-1].end
+        self._run_segments = run_segments
+        self.report = AttentionReport()
+        self._run_report = RunReport()
+        self._sampling: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._in_flight: deque[torch.cuda.Event] = deque()
+        self._outflow: Outflow | None = None
+        padded = -(-(self._end - self._first_row) // ROW_GRANULE) * ROW_GRANULE
+        try:
+            self._hidden = torch.empty(padded, spec.hidden, dtype=model.dtype, device=self._device)
+            self._kv = torch.empty(2, spec.kv_heads, self._end, spec.head_dim, dtype=model.dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            needed = padded * spec.hidden * model.dtype.itemsize + self._end * spec.kv_bytes_per_token(
+                model.dtype.itemsize
+            )
+            self.close()
+            raise OutOfMemory(needed, torch.cuda.mem_get_info(self._device)[0]) from error
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self._hidden.nbytes
+
+    def embed(self, tokens: TokenIds) -> Iterator[None]:
+        padded = np.zeros(len(self._hidden), dtype=np.int64)
+        padded[: len(tokens)] = tokens
+        ids = torch.from_numpy(padded).to(self._device)
+        for first in range(0, len(ids), SEGMENT_TOKENS):
+            rows = slice(first, first + SEGMENT_TOKENS)
+            self._hidden[rows] = forward.embed(self._model, ids[rows])
+        yield
+
+    def load(self, buffers: Sequence[memoryview]) -> None:
+        for segment, buffer in zip(self._chain, buffers, strict=False):
+            # Read only, which torch has no notion of; so it is copied.
+            packed = torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8).copy()).to(self._device)
+            self._kv_format.unpack(packed, self._kv[:, :, segment.start : segment.end])
+
+    def layer(self, layer: int, keep: Keep | None) -> Iterator[Segment | None]:
+        for run in self._runs():
+            self._wait_for_room()
+            self._run(layer, run, keep)
+            event = new_event()
+            event.record()
+            self._in_flight.append(event)
+            yield from run
+
+    def settle(self) -> None:
+        if self._outflow is not None:
+            self._outflow.settle()
+        self._run_report.read_into(self.report)
+
+    def snapshot(self) -> NDArray[np.uint8]:
+        return self._hidden.cpu().view(torch.uint8).numpy().reshape(-1)
+
+    def restore(self, hidden: NDArray[np.uint8]) -> None:
+        self._hidden.view(torch.uint8).view(-1).copy_(torch.from_numpy(hidden))
+
+    def last_logits(self) -> torch.Tensor:
+        last = self._end - 1 - self._first_row
+        return forward.logits(self._model, self._hidden[last : last + 1])[0].cpu()
+
+    def close(self) -> None:
+        if self._outflow is not None:
+            self._outflow.close()
+            self._outflow = None
+        self._hidden = self._kv = torch.empty(0)
+        self._sampling.clear()
+        self._in_flight.clear()
+
+    # --- one run -------------------------------------------------------------------------------------------------
+
+    def _runs(self) -> Iterator[list[Segment]]:
+        """New segments in runs that share their way of attention and their number of sampled rows."""
+        run: list[Segment] = []
+        for segment in self._chain[self._first_segment :]:
+            if run and (len(run) >= self._run_segments or self._kind(run[0]) != self._kind(segment)):
+                yield run
+                run = []
+            run.append(segment)
+        yield run
+
+    def _kind(self, segment: Segment) -> tuple[bool, int]:
+        """Whether the segment goes through `attend_run`, and how many rows it samples."""
+        settings = self._settings
+        together = settings.policy == "adaptive" and segment.end > settings.crossover_tokens
+        return together, settings.sampled_rows_at(segment.end) if together else 0
+
+    def _wait_for_room(self) -> None:
+        while len(self._in_flight) >= _RUNS_AHEAD:
+            self._in_flight.popleft().synchronize()
+
+    def _run(self, layer: int, run: list[Segment], keep: Keep | None) -> None:
+        buffers = self._buffers(run)
+        if buffers is None:
+            self._run_segments = len(run) // 2
+            log.warning("too little device memory: runs of %d segments from here on", self._run_segments)
+            for first in range(0, len(run), self._run_segments):
+                self._run(layer, run[first : first + self._run_segments], keep)
+            return
+        fused, out = buffers
+        start, end = run[0].start, run[-1].end
+        packed = [self._project(layer, segment, fused[segment.start - start :]) for segment in run]
+        self._attend(layer, run, fused[: end - start, : self._model.spec.heads], out[: end - start])
+        for segment in run:
+            self._finish(layer, segment, out[segment.start - start :])
+        if keep is not None:
+            for segment, data in zip(run, packed, strict=True):
+                self._send(segment, data, keep)
+
+    def _buffers(self, run: list[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Fused projections and attention's result for a run, with the rest of its needs tried out beside them.
+
+        None where the device has too little memory and the run can be cut. Raises OutOfMemory where it can't.
+        """
+        spec, dtype = self._model.spec, self._model.dtype
+        padded = -(-(run[-1].end - run[0].start) // ROW_GRANULE) * ROW_GRANULE
+        transient = self._transient_bytes(run)
+        try:
+            width = spec.heads + 2 * spec.kv_heads
+            fused = torch.empty(padded, width, spec.head_dim, dtype=dtype, device=self._device)
+            out = torch.empty(padded, spec.heads, spec.head_dim, dtype=dtype, device=self._device)
+            torch.empty(transient, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            self._in_flight.clear()
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            if len(run) > 1:
+                return None
+            needed = transient + padded * (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim * dtype.itemsize
+            raise OutOfMemory(needed, torch.cuda.mem_get_info(self._device)[0]) from error
+        out[run[-1].end - run[0].start :] = 0
+        return fused, out
+
+    def _transient_bytes(self, run: list[Segment]) -> int:
+        """About what a run needs beside its buffers at one time: the larger of the linears' and the choice's."""
+        spec, settings = self._model.spec, self._settings
+        linears = SEGMENT_TOKENS * (3 * spec.intermediate + 4 * spec.hidden) * self._model.dtype.itemsize
+        if not self._kind(run[0])[0]:
+            return linears
+        key_blocks = -(-run[-1].end // settings.key_block)
+        lists = len(run) * SEGMENT_TOKENS // settings.row_block * spec.kv_heads
+        guard_rows = len(run) * spec.heads * 2 * settings.guard_rows
+        return max(linears, key_blocks * (lists * _BYTES_A_LIST + guard_rows * _BYTES_A_GUARD_ROW))
+
+    def _rows_of(self, segment: Segment) -> torch.Tensor:
+        """The segment's hidden states, the document's last one with its padding."""
+        first = segment.start - self._first_row
+        size = -(-segment.num_tokens // ROW_GRANULE) * ROW_GRANULE
+        return self._hidden[first : first + size]
+
+    def _project(self, layer: int, segment: Segment, fused: torch.Tensor) -> torch.Tensor:
+        """Queries into `fused` (from the segment's first row on), K and V into their places; KV as it is kept."""
+        model, hidden = self._model, self._rows_of(segment)
+        at = forward.rotation(model, segment.start, len(hidden))
+        own = fused[: len(hidden)]
+        q, k, v = forward.queries_keys_values(model, model.layers[layer], hidden, at, out=own)
+        if q.data_ptr() != own.data_ptr():
+            own[:, : model.spec.heads] = q
+        real = segment.num_tokens
+        rows = self._kv[:, :, segment.start : segment.end]
+        rows[0] = k[:real].transpose(0, 1)
+        rows[1] = v[:real].transpose(0, 1)
+        return self._kv_format.pack(rows)
+
+    def _attend(self, layer: int, run: list[Segment], q: torch.Tensor, out: torch.Tensor) -> None:
+        if self._kind(run[0])[0]:
+            choice, guard = self._sampled_rows(run, layer)
+            start, end = run[0].start, run[-1].end
+            keys, values = self._kv[0, :, :end], self._kv[1, :, :end]
+            attend_run(RunTask(layer, start, q, keys, values, out, choice, guard), self._settings, self._run_report)
+            return
+        for segment in run:
+            rows = slice(segment.start - run[0].start, segment.end - run[0].start)
+            task = SegmentTask(
+                layer=layer,
+                start=segment.start,
+                q=q[rows],
+                k=self._kv[0, :, : segment.end],
+                v=self._kv[1, :, : segment.end],
+                out=out[rows],
+                seed=segment_seed(segment, layer),
+            )
+            for _ in attend(task, self._settings, self.report):
+                pass
+
+    def _finish(self, layer: int, segment: Segment, out: torch.Tensor) -> None:
+        hidden = self._rows_of(segment)
+        hidden.copy_(forward.finish_layer(self._model, self._model.layers[layer], hidden, out[: len(hidden)]))
+
+    def _send(self, segment: Segment, packed: torch.Tensor, keep: Keep) -> None:
+        if self._outflow is None:
+            largest = max(part.num_tokens for part in self._chain[self._first_segment :])
+            layout = self._kv_format.layout(self._model.spec)
+            self._outflow = Outflow(self._device, layout.layer_bytes(largest))
+        self._outflow.send(packed, partial(keep, segment.index - self._first_segment))
+
+    def _sampled_rows(self, run: list[Segment], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(choice [segments, heads, samples], guard [segments, heads, 2, count]) of a run in one layer."""
+        parts = []
+        for segment in run:
+            if segment.index not in self._sampling:
+                self._sampling[segment.index] = self._draw(segment)
+            parts.append(self._sampling[segment.index])
+        return torch.stack([choice[layer] for choice, _ in parts]), torch.stack([guard[layer] for _, guard in parts])
+
+    def _draw(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        spec, settings = self._model.spec, self._settings
+        seeds = [segment_seed(segment, layer) for layer in range(spec.num_layers)]
+        samples = settings.sampled_rows_at(segment.end)
+        choice, guard = draw_rows(settings, spec.heads, samples, segment.num_tokens, seeds)
+        return torch.from_numpy(choice).to(self._device), torch.from_numpy(guard).to(self._device)

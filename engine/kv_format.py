@@ -1,0 +1,74 @@
+"""In which form KV is kept: as the model computes it, or as FP8 with scales. Prefill attends to what is kept."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from engine.interfaces import SCALE_TOKENS, KVLayout
+from engine.kv_store import layout_for
+from engine.spec import ModelSpec
+from kernels.kv_quant import dequantise_kv, quantise_kv
+
+KVDtype = Literal["auto", "bfloat16", "float32", "float8"]
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """`dtype` is what a number of the kept K and V takes: the model's own, or float8_e4m3fn with float32 scales."""
+
+    dtype: torch.dtype
+
+    @property
+    def quantised(self) -> bool:
+        return self.dtype == torch.float8_e4m3fn
+
+    def layout(self, spec: ModelSpec) -> KVLayout:
+        scale_bytes = 2 * spec.kv_heads * _SCALE_BYTES if self.quantised else 0
+        return layout_for(spec.num_layers, spec.kv_bytes_per_token(self.dtype.itemsize), scale_bytes)
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """One segment's K and V of a layer as they are kept: [bytes] uint8, dense.
+
+        rows [2, kv_heads, tokens, head_dim] (any strides but a dense last dimension) is overwritten by what is kept,
+        where that differs.
+        """
+        if not self.quantised:
+            return rows.contiguous().view(torch.uint8).flatten()
+        stored, scales = [], []
+        for one in rows:
+            values, scale = quantise_kv(one)
+            dequantise_kv(values, scale, dtype=rows.dtype, out=one)
+            stored.append(values.view(torch.uint8).flatten())
+            scales.append(scale.view(torch.uint8).flatten())
+        return torch.cat(stored + scales)
+
+    def unpack(self, packed: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write one kept segment [bytes] uint8 into rows [2, kv_heads, tokens, head_dim] on the same device."""
+        if not self.quantised:
+            rows.copy_(packed.view(rows.dtype).view(rows.shape))
+            return
+        values, scales = self.split(packed, kv_heads=rows.shape[1], tokens=rows.shape[2])
+        for one, stored, scale in zip(rows, values, scales, strict=True):
+            dequantise_kv(stored, scale, dtype=rows.dtype, out=one)
+
+    @staticmethod
+    def split(packed: torch.Tensor, *, kv_heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantised K and V as they lie in `packed`: values [2, kv_heads, tokens, head_dim], scales [2, kv_heads,
+        blocks of 128 tokens]."""
+        blocks = -(-tokens // SCALE_TOKENS)
+        scale_bytes = 2 * kv_heads * blocks * _SCALE_BYTES
+        values = packed[: len(packed) - scale_bytes].view(torch.float8_e4m3fn)
+        scales = packed[len(packed) - scale_bytes :].view(torch.float32)
+        return values.view(2, kv_heads, tokens, -1), scales.view(2, kv_heads, blocks)
+
+
+def kv_format(name: str, model_dtype: torch.dtype) -> KVFormat:
+    """auto: as the model computes. Raises ValueError for an unknown name, or one that is not the model's own type."""
+    own = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[model_dtype]
+    if name == "float8":
+        return KVFormat(torch.float8_e4m3fn)
+    if name not in ("auto", own):
+        raise ValueError(f"kv_dtype: got {name!r}, expected auto, {own} or float8")
+    return KVFormat(model_dtype)
