@@ -124,6 +124,11 @@ class LayerMajorPrefill:
         """[vocabulary] float32 of the last token; None where everything came from the store."""
         return self._last_logits
 
+    @property
+    def seconds_to_logits(self) -> float | None:
+        """From the start of this attempt until the last token's logits were there: the engine's share of the TTFT."""
+        return self._seconds_to_logits
+
     def suspend(self) -> None:
         if not self._over:
             self._close(keep=True)
@@ -147,12 +152,11 @@ class LayerMajorPrefill:
         self._published_layers = 0  # of an earlier attempt: computed again where needed, not written again
         self._layers_recomputed = 0
         self._last_logits: torch.Tensor | None = None
+        self._seconds_to_logits: float | None = None
         try:
             self._first, self._reader = self._lease_stored()
             if self._first < len(self._chain):
-                self._rows = prefill_rows(
-                    self._model, self._chain, self._first, self._settings, self._work, self._kv_format
-                )
+                self._rows = self._open_rows()
                 self._report = self._rows.report
                 self._writer = self._store.open_writer(self._chain, first=self._first, owner=self._request.owner)
                 self._find_resume_point(self._rows, self._writer)
@@ -164,6 +168,9 @@ class LayerMajorPrefill:
         self._total_s, self._done_s = layer_s * num_layers, layer_s * self._first_layer  # predicted
         self._done_here_s = 0.0  # by this attempt
         self._steps = self._run()
+
+    def _open_rows(self) -> PrefillRows:
+        return prefill_rows(self._model, self._chain, self._first, self._settings, self._work, self._kv_format)
 
     @property
     def _first_row(self) -> int:
@@ -235,6 +242,7 @@ class LayerMajorPrefill:
                         yield from self._resume.save(layer + 1, rows.snapshot(), self._report.to_json())
                         checkpointed = time.monotonic()
             self._last_logits = rows.last_logits()
+            self._seconds_to_logits = time.monotonic() - self._started
             yield
             rows.settle()
             writer.flush()
