@@ -38,8 +38,8 @@ class TracedQueue(RedisQueue):
         """A commit takes a millisecond: longer, so that kills hit it."""
         time.sleep(random.random() * self._linger_s)
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
-        job = super().claim(worker, kinds, lease_s=lease_s, below=below)
+    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, **which: Any) -> Job | None:
+        job = super().claim(worker, kinds, lease_s=lease_s, **which)
         if job is not None:
             self._trace("claimed", job)
         return job

@@ -7,8 +7,13 @@ import psutil
 MARGIN_BYTES = 512 << 20  # left to answers, ingests and the machine
 
 
-def free_memory() -> int:
-    """Bytes of host memory that can be had without swapping."""
+def free_memory(device: str = "cpu") -> int:
+    """Bytes that can be had where prefills hold theirs: of the GPU, or of the host without swapping."""
+    if device == "cuda":
+        import torch
+
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return int(psutil.virtual_memory().available)
 
 

@@ -8,6 +8,7 @@ who is next is decided by who waits then.
 import logging
 import threading
 import time
+from collections.abc import Collection
 
 from engine.interfaces import PrefillRequest, PrefillResult
 from service.queue.base import Job, JobKind, LeaseLost, QueueUnavailable
@@ -19,6 +20,7 @@ from service.stages.prefill import PrefillJob, PrefillRun, PrefillRuns, Waiter
 log = logging.getLogger(__name__)
 
 MAX_ANSWERS = 8  # that take turns, one token each
+MAX_WITH_OTHERS = 16  # with one each of tenants that have none among them
 MAX_WAITING = 32  # answers that wait for KV to be made
 MAX_PREFILLS = 4  # jobs: a long one, and shorter ones that overtake it
 OVERTAKING = 0.5  # of the work that the shortest has left: who overtakes it has less
@@ -95,18 +97,24 @@ class Scheduler:
             self._claim("prefill", below=below)
 
     def _claim_answer(self) -> bool:
-        """False where no other can begin now. Answers that wait for a prefill keep none from answering."""
-        answering = self._answering()
-        if answering + len(self._ready) >= MAX_ANSWERS or len(self._answers) - answering >= MAX_WAITING:
-            return False
-        return self._claim("answer")
+        """False where no other can begin now. Answers that wait for a prefill keep none from answering.
 
-    def _claim(self, kind: JobKind, *, below: int | None = None) -> bool:
+        Nor do long answers of some tenants keep those of another from beginning.
+        """
+        answering = self._answering()
+        count = answering + len(self._ready)
+        if count >= MAX_WITH_OTHERS or len(self._answers) - answering >= MAX_WAITING:
+            return False
+        if count < MAX_ANSWERS:
+            return self._claim("answer")
+        return self._claim("answer", without=self._tenants_answering() | {answer.job.tenant for answer in self._ready})
+
+    def _claim(self, kind: JobKind, *, below: int | None = None, without: Collection[str] = ()) -> bool:
         """Whether a job was begun."""
         if self._stop.is_set() or self._parked is not None or self.alone.is_set():
             return False
         settings = self._context.settings
-        job = self._context.queue.claim(self._worker, [kind], lease_s=settings.lease_s, below=below)
+        job = self._context.queue.claim(self._worker, [kind], lease_s=settings.lease_s, below=below, without=without)
         if job is None:
             return False
         self._context.leases.hold(job)
@@ -120,6 +128,9 @@ class Scheduler:
 
     def _answering(self) -> int:
         return sum(answer.answering for answer in self._answers.values())
+
+    def _tenants_answering(self) -> set[str]:
+        return {answer.job.tenant for answer in self._answers.values() if answer.answering}
 
     def _start_parked(self) -> None:
         """The parked job, as soon as nothing else runs here; others behind it when it has ended."""
@@ -148,8 +159,11 @@ class Scheduler:
                 self._fail(prefill, error)
 
     def _begin_ready(self) -> None:
-        while self._ready and self._answering() < MAX_ANSWERS:
-            self._begin_answer(self._ready.pop(0))
+        for answer in list(self._ready):
+            is_other = answer.job.tenant not in self._tenants_answering()
+            if self._answering() < (MAX_WITH_OTHERS if is_other else MAX_ANSWERS):
+                self._ready.remove(answer)
+                self._begin_answer(answer)
 
     # --- steps -------------------------------------------------------------------------------------------------
 

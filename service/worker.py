@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 from engine.errors import ModelError
 from engine.threads import share_cores
-from service.admission import Admission
+from service.admission import Admission, free_memory
 from service.auth import AuthError, KeyRing
 from service.backend import FleetDiffers, SharedDirMissing, open_worker_backend
 from service.engine_parts import EngineParts, open_engine_parts
@@ -76,7 +76,7 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
             clock=time.time,
             device=parts.device,
             traces=traces,
-            admission=Admission(parts.prefill_bytes),
+            admission=Admission(parts.prefill_bytes, lambda: free_memory(parts.device)),
         )
         report_gpus = gpu_reporter(metrics)
         stack.callback(metrics.flush)

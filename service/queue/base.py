@@ -128,13 +128,22 @@ class Queue(Protocol):
         """Sleep until a job of these kinds may be waiting, at most `timeout_s`."""
         ...
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
+    def claim(
+        self,
+        worker: str,
+        kinds: Iterable[JobKind],
+        *,
+        lease_s: float,
+        below: int | None = None,
+        without: Collection[str] = (),
+    ) -> Job | None:
         """Take the next job; raises its epoch and attempts.
 
         Tenants have their turns by deficit round-robin, weighted by tokens, whatever their priorities; of one tenant's
         jobs the highest priority goes first, where waiting AGEING_S is worth one step of it.
 
-        `below`: one that costs fewer tokens than this, by turns of their own, whatever stands before it in its line.
+        `below`: one that costs fewer tokens than this, whatever stands before it in its line. `without`: of none of
+        these tenants. Either has turns of its own.
         """
         ...
 

@@ -72,9 +72,17 @@ class RedisQueue:
             streams = {self._store.key("queue", kind): end.decode() for kind, end in zip(wanted, ends, strict=True)}
             self._store.read_behind(streams, left_s, count=1)
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
-        limit = "" if below is None else below
-        flat = self._store.run_once("claim", worker, lease_s, self._site, dumps(sorted(kinds)), limit)
+    def claim(
+        self,
+        worker: str,
+        kinds: Iterable[JobKind],
+        *,
+        lease_s: float,
+        below: int | None = None,
+        without: Collection[str] = (),
+    ) -> Job | None:
+        limit, others = "" if below is None else below, dumps(dict.fromkeys(without, 1))
+        flat = self._store.run_once("claim", worker, lease_s, self._site, dumps(sorted(kinds)), limit, others)
         return decode_job(fields_of(flat)) if flat else None
 
     def extend(self, job: Job, *, lease_s: float) -> None:

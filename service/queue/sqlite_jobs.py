@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from sqlite3 import Connection, Row
 
 from service.documents.records import apply_changes, derive_status, follow_job, reopen_files
@@ -193,19 +193,33 @@ def has_queued(connection: Connection, kinds: Sequence[str], uptime: float, belo
     return connection.execute(query, values).fetchone() is not None
 
 
-def pick(connection: Connection, kinds: Sequence[str], uptime: float, below: int | None = None) -> str | None:
+def pick(
+    connection: Connection,
+    kinds: Sequence[str],
+    uptime: float,
+    below: int | None = None,
+    without: Collection[str] = (),
+) -> str | None:
     """The next queued job of these kinds: tenants in fair turns, of each the first of its line (that costs less)."""
-    heads: dict[str, Row] = {}
+    waiting = heads(connection, kinds, uptime, below, without)
+    if not waiting:
+        return None
+    costs = {tenant: row["cost_tokens"] for tenant, row in waiting.items()}
+    lane = ",".join(sorted(kinds)) + ("" if below is None else "<") + ("-" if without else "")
+    return str(waiting[_fair_tenant(connection, lane, costs)]["id"])
+
+
+def heads(
+    connection: Connection, kinds: Sequence[str], uptime: float, below: int | None, without: Collection[str]
+) -> dict[str, Row]:
+    """The first queued job of each tenant."""
+    found: dict[str, Row] = {}
     for kind in kinds:
         for row in _heads(connection, kind, uptime, below):
-            other = heads.get(row["tenant"])
-            if other is None or row["place"] < other["place"]:
-                heads[row["tenant"]] = row
-    if not heads:
-        return None
-    costs = {tenant: row["cost_tokens"] for tenant, row in heads.items()}
-    lane = ",".join(sorted(kinds)) + ("" if below is None else "<")
-    return str(heads[_fair_tenant(connection, lane, costs)]["id"])
+            other = found.get(row["tenant"])
+            if row["tenant"] not in without and (other is None or row["place"] < other["place"]):
+                found[row["tenant"]] = row
+    return found
 
 
 def _heads(connection: Connection, kind: str, uptime: float, below: int | None) -> Iterator[Row]:

@@ -70,14 +70,24 @@ class SqliteQueue:
                 news.wait(left_s)
                 news.clear()
 
-    def claim(self, worker: str, kinds: Iterable[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
+    def claim(
+        self,
+        worker: str,
+        kinds: Iterable[JobKind],
+        *,
+        lease_s: float,
+        below: int | None = None,
+        without: Collection[str] = (),
+    ) -> Job | None:
         wanted = tuple(kinds)
         with self._database.read() as connection:
             if not jobs.has_queued(connection, wanted, self._uptime(), below):
                 return None
+            if without and not jobs.heads(connection, wanted, self._uptime(), below, without):
+                return None
         now = self._clock()
         with self._database.write(durable=False) as connection:
-            job_id = jobs.pick(connection, wanted, self._uptime(), below)
+            job_id = jobs.pick(connection, wanted, self._uptime(), below, without)
             if job_id is None:
                 return None
             job = jobs.start(connection, job_id, worker, self._uptime() + lease_s, now)

@@ -227,6 +227,17 @@ class QueueContract:
         assert overtaking() == "resting"
         assert [self.claim(queue, "prefill").id for _ in range(2)] == ["long", "longer"]
 
+    def test_tenants_can_be_left_out(self, queue: Queue) -> None:
+        for number in range(3):
+            for tenant in ("a", "b", "c"):
+                queue.put(NewJob("answer", tenant, {}, cost_tokens=10 + number))
+        served = [claimed(queue.claim("w", ["answer"], lease_s=LEASE_S, without={"a", "c"})).tenant for _ in range(3)]
+        assert served == ["b"] * 3
+        assert queue.claim("w", ["answer"], lease_s=LEASE_S, without={"a", "c"}) is None
+        assert queue.claim("w", ["answer"], lease_s=LEASE_S, without={"a"}, below=10) is None
+        assert claimed(queue.claim("w", ["answer"], lease_s=LEASE_S, without={"a"}, below=11)).tenant == "c"
+        assert Counter(self.claim(queue).tenant for _ in range(5)) == {"a": 3, "c": 2}
+
     def test_a_flood_of_short_jobs_holds_up_no_other_tenants(self, queue: Queue, clock: Clock) -> None:
         for number in range(50):
             queue.put(NewJob("prefill", "flood", {}, cost_tokens=100, job_id=f"flood-{number}"))

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -302,6 +303,15 @@ def test_no_more_answers_take_turns_than_there_is_room_for(bench: Bench) -> None
     assert bench.engine.most_answering == MAX_ANSWERS
 
 
+def test_long_answers_of_one_tenant_keep_no_others_waiting(bench: Bench) -> None:
+    with bench.working():
+        flood = [bench.ask(question="STORY", tenant="flood") for _ in range(MAX_ANSWERS + 2)]
+        until(lambda: sum(bench.queue.get(job).state == "running" for job in flood) == MAX_ANSWERS)
+        assert bench.ended(bench.ask(tenant="other")).state == "succeeded"
+        assert sum(bench.queue.get(job).state == "running" for job in flood) == MAX_ANSWERS
+        assert bench.engine.most_answering == MAX_ANSWERS + 1
+
+
 def test_last_attempt_runs_alone(bench: Bench) -> None:
     bench.add_document("slow", "SLOW")
     bench.add_document("risky", "text", max_attempts=3)
@@ -498,11 +508,11 @@ def test_store_that_is_away_for_a_while(bench: Bench, monkeypatch: pytest.Monkey
     bench.add_document("slow", "SLOW")
     claim, refusals = bench.queue.claim, []
 
-    def refuse(worker: str, kinds: list[JobKind], *, lease_s: float, below: int | None = None) -> Job | None:
+    def refuse(worker: str, kinds: list[JobKind], *, lease_s: float, **which: Any) -> Job | None:
         if running(bench, "job-slow") and len(refusals) < 5:
             refusals.append(1)
             raise DatabaseUnavailable("database or disk is full")
-        return claim(worker, kinds, lease_s=lease_s, below=below)
+        return claim(worker, kinds, lease_s=lease_s, **which)
 
     monkeypatch.setattr(bench.queue, "claim", refuse)
     with bench.working():

@@ -165,16 +165,19 @@ local function short_head(lane, site, below)
   return first, first_place
 end
 
--- The first job of each tenant among these kinds (that costs less than `below`): tenant, id, cost; by tenant.
-local function heads(kinds, site, below)
+-- The first job of each tenant (but those in `without`) among these kinds (that costs less than `below`): tenant, id,
+-- cost; by tenant.
+local function heads(kinds, site, below, without)
   local best, names = {}, {}
   for _, kind in ipairs(kinds) do
     for _, tenant in ipairs(redis.call('ZRANGE', key('tenants', kind), 0, -1)) do
       local lane, id, place = kind .. ':' .. tenant, nil, nil
-      if below then
-        id, place = short_head(lane, site, below)
-      else
-        id, place = head(lane, site)
+      if not without[tenant] then
+        if below then
+          id, place = short_head(lane, site, below)
+        else
+          id, place = head(lane, site)
+        end
       end
       if id then
         if not best[tenant] then
