@@ -1,0 +1,223 @@
+"""What a flood costs the other tenants: `make fairness`.
+
+Twenty tenants, an API key each, all of them busy: each has one round under way at all times, which is an upload of a
+small document and a question about it. In a flood one of them has forty rounds under way, not one. Phases without and
+with the flood alternate on the same server. A round's wait is what its jobs waited before their work began (ingest,
+prefill and answer together), from the queue's own records; `flood_p95_ratio` is the 95th percentile in the flood over
+that without, of the tenant that fares worst, the flooding one left out.
+
+    python -m loadtests.fairness --only embedded     `foreword serve`, SQLite, the default model
+    python -m loadtests.fairness --only cluster      an API and a worker over Redis; the engine is tests' fake one
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from loadtests.cluster import Cluster, until
+from loadtests.http.samples import percentile
+from loadtests.http.server import LocalServer, write_keys
+from loadtests.http.texts import Texts
+from loadtests.quiet import wait_until_quiet
+from loadtests.redis_server import RedisServer
+from loadtests.results import write_entry
+from service.database import Database, database_path
+from service.queue.base import Job, Queue
+from service.queue.redis_queue import RedisQueue
+from service.queue.redis_store import RedisStore
+from service.queue.sqlite_queue import SqliteQueue
+
+COMMAND = "make fairness"
+TENANTS = 20
+FLOOD = 40  # rounds that the flooding tenant has under way
+WARM_UP_S = 10.0  # of each phase: what began in it doesn't count
+DOCUMENT_TOKENS = 200
+ANSWER_TOKENS = 4
+TIMEOUT_S = 300.0
+
+KEYS = {f"key-{number:02}": f"tenant-{number:02}" for number in range(TENANTS)}
+FLOODING = "tenant-00"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A running service, and its queue as it stands on disk or in Redis."""
+
+    url: str
+    queue: Queue
+    engine: str
+
+
+@contextmanager
+def embedded(folder: Path) -> Iterator[Place]:
+    with LocalServer(folder, keys=KEYS, disk_floor_bytes=0) as server:
+        database = Database(database_path(server.data_dir))
+        queue = SqliteQueue(database)
+        try:
+            yield Place(server.url, queue, "the default model")
+        finally:
+            queue.close()
+            database.close()
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Place]:
+    from tests.service.prompt_models import save_folder
+
+    model = save_folder(folder / "model", "chatml")
+    write_keys(folder / "keys.json", KEYS)
+    with ExitStack() as stack:
+        redis = stack.enter_context(RedisServer(folder / "redis"))
+        members = stack.enter_context(
+            Cluster(
+                folder,
+                redis.url,
+                worker=("-m", "tests.service.fake_worker"),
+                model=model,
+                api_keys_file=folder / "keys.json",
+            )
+        )
+        api = members.api("api")
+        members.worker("worker")
+        until(lambda: api.answers("/readyz") == 200, 60, "the cluster is not ready")
+        store = RedisStore(redis.url)
+        stack.callback(store.close)
+        yield Place(api.url, RedisQueue(store), "fake: 50 ms a prefill, 2.5 ms a token")
+
+
+PLACES = {"embedded": embedded, "cluster": cluster}
+
+
+async def run_phase(url: str, texts: Texts, seconds: float, *, flood: bool) -> None:
+    """Every tenant's rounds, one behind the other, until time is up; then what is under way is left to its end.
+
+    Raises httpx.HTTPError where a request fails.
+    """
+    deadline = time.monotonic() + seconds
+
+    async def user(client: httpx.AsyncClient, model: str) -> None:
+        while time.monotonic() < deadline:
+            text = texts.draw(DOCUMENT_TOKENS, needles=1)
+            files = {"file": (text.name, text.data)}
+            uploaded = await client.post("/v1/files", files=files, data={"purpose": "user_data"})
+            content = [
+                {"type": "file", "file": {"file_id": uploaded.raise_for_status().json()["id"]}},
+                {"type": "text", "text": next(iter(text.numbers))},
+            ]
+            body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": ANSWER_TOKENS}
+            (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+
+    limits = httpx.Limits(max_connections=None)
+    async with AsyncExitStack() as stack:
+        users = []
+        for key, tenant in KEYS.items():
+            headers = {"authorization": f"Bearer {key}"}
+            client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits)
+            await stack.enter_async_context(client)
+            model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+            users += [user(client, model) for _ in range(FLOOD if flood and tenant == FLOODING else 1)]
+        await asyncio.gather(*users)
+
+
+def waits(jobs: Sequence[Job], since: float, until_s: float) -> dict[str, list[float]]:
+    """Seconds that each round waited for its work to begin, by tenant; of rounds begun in [since, until_s)."""
+    prefills = {job.payload["document_id"]: job for job in jobs if job.kind == "prefill"}
+    found = defaultdict(list)
+    for answer in jobs:
+        if answer.kind != "answer" or (prefill := prefills.get(answer.payload["documents"][0])) is None:
+            continue
+        uploaded_at, ingest_s = prefill.payload["uploaded_at"], prefill.payload["ingest_seconds"]
+        if since <= uploaded_at < until_s:
+            assert prefill.started_at is not None
+            assert answer.started_at is not None
+            before_prefill = prefill.started_at - uploaded_at - ingest_s
+            found[answer.tenant].append(before_prefill + answer.started_at - answer.created_at)
+    return dict(found)
+
+
+def ratios(quiet: Mapping[str, Sequence[float]], flood: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """95th percentile in the flood over that without it, of each tenant but the flooding one."""
+    names = sorted(set(quiet) & set(flood) - {FLOODING})
+    return {name: percentile(flood[name], 0.95) / percentile(quiet[name], 0.95) for name in names}
+
+
+def measure(place: Place, seconds: float, pairs: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Waits by tenant without and with the flood, of so many phases of each, in turn."""
+    pools: tuple[dict[str, list[float]], dict[str, list[float]]] = (defaultdict(list), defaultdict(list))
+    texts = Texts(7)
+    for phase in range(2 * pairs):
+        flood, began = phase % 2 == 1, time.time()
+        asyncio.run(run_phase(place.url, texts, WARM_UP_S + seconds, flood=flood))
+        found = waits(place.queue.jobs("succeeded", limit=1_000_000), began + WARM_UP_S, began + WARM_UP_S + seconds)
+        for tenant, more in found.items():
+            pools[flood][tenant] += more
+        print(f"{'flood' if flood else 'quiet'}: {summary(found)}", flush=True)
+    return pools
+
+
+def summary(found: Mapping[str, Sequence[float]]) -> str:
+    others = [percentile(values, 0.95) for tenant, values in found.items() if tenant != FLOODING]
+    counts = [len(values) for tenant, values in found.items() if tenant != FLOODING]
+    flooding = found.get(FLOODING, [])
+    return (
+        f"{min(counts)} to {max(counts)} rounds a tenant, p95 wait {min(others):.2f} to {max(others):.2f} s; "
+        f"the flooding tenant {len(flooding)} rounds, {percentile(flooding, 0.95):.2f} s"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted(PLACES))
+    parser.add_argument("--seconds", type=float, default=75.0, help="of each phase, behind its warm-up")
+    parser.add_argument("--pairs", type=int, default=2, help="phases without and with the flood")
+    parser.add_argument("--dry", action="store_true", help="write no figures")
+    arguments = parser.parse_args()
+    for name in [arguments.only] if arguments.only else PLACES:
+        load = 0.0 if arguments.dry else wait_until_quiet()
+        with tempfile.TemporaryDirectory(prefix="fairness-") as folder, PLACES[name](Path(folder)) as place:
+            quiet, flood = measure(place, arguments.seconds, arguments.pairs)
+        found = ratios(quiet, flood)
+        worst = max(found, key=lambda tenant: found[tenant])
+        print(f"{name}: worst {found[worst]:.3f}, median {statistics.median(found.values()):.3f}", flush=True)
+        if not arguments.dry:
+            write_entry(
+                "flood_p95_ratio" if name == "embedded" else f"flood_p95_ratio_{name}",
+                found[worst],
+                "ratio",
+                better="lower",
+                samples=list(found.values()),
+                command=f"{COMMAND} ARGS='--only {name}'",
+                engine=place.engine,
+                tenants=TENANTS,
+                rounds_under_way={"each tenant": 1, "the flooding one in the flood": FLOOD},
+                rounds={"quiet": _counts(quiet), "flood": _counts(flood)},
+                p95_wait_s={"quiet": _spread(quiet), "flood": _spread(flood)},
+                flooding_p95_wait_s=percentile(flood[FLOODING], 0.95),
+                load_before=load,
+            )
+    return 0
+
+
+def _counts(found: Mapping[str, Sequence[float]]) -> dict[str, int]:
+    flooding = len(found[FLOODING])
+    return {"others": sum(map(len, found.values())) - flooding, "flooding tenant": flooding}
+
+
+def _spread(found: Mapping[str, Sequence[float]]) -> list[float]:
+    """The least and the greatest of the other tenants' 95th percentiles."""
+    values = [percentile(waited, 0.95) for tenant, waited in found.items() if tenant != FLOODING]
+    return [min(values), max(values)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
