@@ -1,12 +1,12 @@
 # make demo · make serve · make observe · make test · make lint · make bench · make fidelity · make loadtest · make soak · make chaos ·
-# make faults · make kv-soak, and their -gpu twins. Everything is installed into .venv.
+# make fairness · make mixed · make two-workers · make faults · make kv-soak, and their -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve observe test lint bench fidelity chaos loadtest soak faults kv-soak test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench fidelity chaos fairness mixed two-workers loadtest soak faults kv-soak test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,16 @@ chaos: $(STAMP)
 	for seed in 1 2 3 4 5 6; do $(RUN) $(BIN)/python -m loadtests.chaos --faults 100 --seed $$seed || exit 1; done
 	$(RUN) $(BIN)/python -m loadtests.chaos --engine real --faults 15 --seed 7
 	$(RUN) $(BIN)/python -m loadtests.chaos --combine
+
+# What a flood costs other tenants, a long prefill short questions, and what a second worker gives.
+fairness: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.fairness $(ARGS)
+
+mixed: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.mixed_load $(ARGS)
+
+two-workers: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.two_workers $(ARGS)
 
 # Options by ARGS, such as ARGS="--url http://gpu:8000 --tokens 131072" or ARGS="--minutes 120"; aiperf goes into .venv-clients.
 loadtest: $(STAMP)

@@ -3,7 +3,6 @@
 With Redis any number of these run, here and elsewhere, and workers are processes of their own (`foreword worker`).
 """
 
-import asyncio
 import logging
 import signal
 import socket
@@ -149,7 +148,7 @@ def _serve(
         signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d, data in %s", host, port, settings.files_dir)
-    asyncio.run(server.serve(sockets=[listener]))
+    server.run(sockets=[listener])  # on uvloop where it is installed
     if unusable.is_set():
         raise WorkerUnusable("the worker can't run with this model and these settings: its last log line says why")
     log.info("server ends")
