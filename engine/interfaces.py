@@ -35,7 +35,7 @@ class KVLayout:
 class KVReader(Protocol):
     """Reads leased segments layer by layer; the next layer's bytes are fetched while the caller computes."""
 
-    tier: Literal["host", "disk"]  # the slowest tier that a segment of this reader came from
+    tier: Literal["host", "disk", "shared"]  # the slowest tier that a segment of this reader came from
 
     def read_layer(self, layer: int) -> Sequence[memoryview]:
         """One buffer a segment, in chain order, checksum verified. Raises KVMissing (a corrupt block is a miss)."""

@@ -13,6 +13,7 @@ from engine.model import Model
 from engine.stored_kv import as_tensor
 from kernels.full_attention import full_attention
 
+_WARM: dict[str, CacheState] = {"host": "warm_host", "disk": "warm_disk", "shared": "warm_shared"}
 # Left to the rest of the process and the machine.
 _MARGIN_BYTES = 256 << 20
 
@@ -55,7 +56,7 @@ class PrefixKV:
             raise OutOfMemory(needed, max(available - _MARGIN_BYTES, 0))
         self._reader = store.open_reader(chain)
         self._layers: list[torch.Tensor] = []
-        self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+        self._tier = _WARM[self._reader.tier]
         self.holders = 0
         self.lost = False
 
@@ -81,7 +82,7 @@ class PrefixKV:
                 self._kv_format.unpack(as_tensor(buffer), kv[:, :, segment.start : segment.end])
             self._layers.append(kv)
             if self.loaded:
-                self._tier = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+                self._tier = _WARM[self._reader.tier]
                 self._reader.close()
         return self._layers[index]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.interfaces import Engine, KVLayout
-from engine.kv_store import Counters, DiskLimits, LocalKVStore
+from engine.kv_store import Counters, DiskLimits, LocalKVStore, SharedSettings, TieredKVStore, with_shared_tiers
 from engine.model_folder import resolve_model
 from engine.plan import plan
 from engine.resume import ResumeFolder
@@ -41,7 +41,7 @@ class EngineParts:
 class StoreReport:
     """What a store holds. Implements service.backend.KVReport."""
 
-    def __init__(self, store: LocalKVStore) -> None:
+    def __init__(self, store: LocalKVStore | TieredKVStore) -> None:
         self._catalog = store.catalog
 
     def describe(self, holder: str) -> Mapping[str, int]:
@@ -59,7 +59,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
 
     folder = resolve_model(settings.model, cache_dir=settings.cache_dir)
     model = ServedModel.load(settings.model, folder)
-    stores: list[LocalKVStore] = []
+    stores: list[LocalKVStore | TieredKVStore] = []
     spec = load_spec(folder)
 
     def open_store(layout: KVLayout) -> TimedKVStore:
@@ -69,8 +69,16 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         store = LocalKVStore(
             settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes, counters=counters
         )
-        stores.append(store)
-        return TimedKVStore(store, metrics)
+        shared = SharedSettings(
+            settings.kv_shared_dir,
+            settings.kv_shared_bytes,
+            settings.kv_redis_url,
+            settings.kv_redis_bytes,
+            settings.kv_redis_document_bytes,
+        )
+        pending = settings.data_dir / "kv" / "shared-pending"
+        stores.append(with_shared_tiers(store, shared, pending) if shared.any else store)
+        return TimedKVStore(stores[-1], metrics)
 
     shown: dict[str, str] = {}
     resume_dir = settings.data_dir / "resume"

@@ -59,7 +59,7 @@ class _Watch:
 class _TimedReader:
     def __init__(self, reader: KVReader, watch: _Watch) -> None:
         self._reader, self._watch = reader, watch
-        self.tier: Literal["host", "disk"] = reader.tier
+        self.tier: Literal["host", "disk", "shared"] = reader.tier
 
     def read_layer(self, layer: int) -> Sequence[memoryview]:
         with self._watch:

@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 GIB = 1024**3
+MIB = 1024**2
 
 
 class Settings(BaseSettings):
@@ -47,6 +48,17 @@ class Settings(BaseSettings):
 
     kv_disk_bytes: int = Field(default=20 * GIB, ge=0, description="Cap of stored KV on disk")
     kv_host_bytes: int = Field(default=1 * GIB, ge=0, description="Cap of KV kept in host memory")
+    kv_shared_dir: Path | None = Field(
+        default=None, description="Folder of KV that workers of several machines share; none by default"
+    )
+    kv_shared_bytes: int = Field(default=200 * GIB, ge=0, description="Cap of KV in that folder")
+    kv_redis_url: str | None = Field(
+        default=None, description="Redis (redis://, rediss://) for the KV of small documents; none by default"
+    )
+    kv_redis_bytes: int = Field(default=4 * GIB, ge=0, description="Cap of KV in that Redis")
+    kv_redis_document_bytes: int = Field(
+        default=256 * MIB, ge=0, description="Largest KV of one document that goes to that Redis"
+    )
     resume_bytes: int = Field(default=8 * GIB, ge=0, description="Cap of the hidden states kept for resuming")
     upload_bytes: int = Field(default=16 * GIB, ge=0, description="Cap of uploads on disk")
     disk_floor_bytes: int = Field(default=1 * GIB, ge=0, description="Free disk space that is never used")
@@ -71,6 +83,7 @@ class Settings(BaseSettings):
         return self.model_copy(
             update={
                 "shared_dir": shared,
+                "kv_shared_dir": None if self.kv_shared_dir is None else self.kv_shared_dir.expanduser().resolve(),
                 "data_dir": self.data_dir.expanduser().resolve(),
                 "cache_dir": self.cache_dir.expanduser().resolve(),
             }

@@ -55,6 +55,7 @@ class KVCatalog:
         orphan_ttl_s: float = 6 * 3600.0,
         clock: Clock = time.time,
         open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
+        several_machines: bool = False,
     ) -> None:
         """Opens `folder`, making it if needed, and puts it in order. Raises OSError, KVError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,7 +67,8 @@ class KVCatalog:
         self._closed = False
         self._unended: set[str] = set()  # leases and ids of copies in writing whose end the index could not take
         self.blocks = open_blocks(folder / "blocks")
-        self.index = Index(folder / "index.sqlite3", session_folder, self.counters)
+        path = folder / "index.sqlite3"
+        self.index = Index(path, session_folder, self.counters, several_machines=several_machines)
         self.space = DiskSpace(self.index, self.blocks, limits, self.counters)
         with self.index.transaction() as db:
             db.execute("INSERT INTO sessions (id) VALUES (?)", (self.session,))
@@ -119,6 +121,16 @@ class KVCatalog:
         finally:
             self.end_lease(lease)
         return report
+
+    def holders_of(self, keys: Sequence[str]) -> list[tuple[str, float | None, bool]]:
+        """Name, TTL in seconds and pin of each holder of any of the segments."""
+        with self.index.snapshot() as db:
+            rows = db.execute(
+                "SELECT name, ttl_s, pinned FROM holders WHERE name IN"
+                " (SELECT holder FROM holds WHERE key IN (SELECT value FROM json_each(?)))",
+                (json.dumps(list(keys)),),
+            )
+            return [(name, ttl_s, bool(pinned)) for name, ttl_s, pinned in rows]
 
     def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
         """Change a holder's TTL (seconds from the last use, None: no limit) and pin; unknown holders are made."""

@@ -27,12 +27,13 @@ from engine.kv_store.sessions import is_alive
 log = logging.getLogger("foreword.kv_store")
 
 BUSY_TIMEOUT_S = 60.0
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE sessions (id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE copies (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, token_start INTEGER NOT NULL, token_end INTEGER NOT NULL,
     num_layers INTEGER NOT NULL, bytes_per_token INTEGER NOT NULL, layers_per_group INTEGER NOT NULL,
+    scale_bytes INTEGER NOT NULL DEFAULT 0,
     state TEXT NOT NULL CHECK (state IN ('writing', 'stored', 'doomed')), doomed_by TEXT,
     size_bytes INTEGER NOT NULL, written_bytes INTEGER NOT NULL DEFAULT 0,
     owner TEXT, session TEXT, created_at REAL NOT NULL, used_at REAL NOT NULL
@@ -58,17 +59,24 @@ PINNED = "EXISTS (SELECT 1 FROM holds h JOIN holders p ON p.name = h.holder WHER
 EXPIRED = f"""({HELD} AND NOT EXISTS (
     SELECT 1 FROM holds h JOIN holders p ON p.name = h.holder WHERE h.key = copies.key
     AND (p.pinned OR p.ttl_s IS NULL OR MAX(p.set_at, copies.used_at) + p.ttl_s > :now)))"""
-_COLUMNS = "id, key, token_start, token_end, num_layers, bytes_per_token, layers_per_group, size_bytes"
+_COLUMNS = "id, key, token_start, token_end, num_layers, bytes_per_token, layers_per_group, scale_bytes, size_bytes"
+# From the version before: the sizes of KV without scales stay as they are.
+_FROM_VERSION_1 = "ALTER TABLE copies ADD COLUMN scale_bytes INTEGER NOT NULL DEFAULT 0"
 
 
 class Index:
     """Transactions on the index; one connection a store, used by one thread at a time."""
 
-    def __init__(self, path: Path, session_folder: Path, counters: Counters | None = None) -> None:
-        """Raises KVError if the file was made by another version."""
+    def __init__(
+        self, path: Path, session_folder: Path, counters: Counters | None = None, *, several_machines: bool = False
+    ) -> None:
+        """`several_machines`: they share the file, so that a log in shared memory (WAL) would not do.
+
+        Raises KVError if the file was made by another version.
+        """
         self._session_folder, self._counters = session_folder, counters or Counters()
         self._lock = threading.RLock()
-        self._db = _open(path)
+        self._db = _open(path, "DELETE" if several_machines else "WAL")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -126,7 +134,7 @@ def end_session(db: sqlite3.Connection, session: str) -> None:
 
 def select_copies(db: sqlite3.Connection, condition: str, parameters: dict[str, object]) -> list[Copy]:
     rows = db.execute(f"SELECT {_COLUMNS} FROM copies WHERE {condition}", parameters)
-    return [Copy(row[0], row[1], row[2], row[3], KVLayout(row[4], row[5], row[6]), row[7]) for row in rows]
+    return [Copy(row[0], row[1], row[2], row[3], KVLayout(row[4], row[5], row[6], row[7]), row[8]) for row in rows]
 
 
 def stored_copies(db: sqlite3.Connection, keys: Sequence[str], now: float) -> dict[str, Copy]:
@@ -139,10 +147,10 @@ def insert_copy(db: sqlite3.Connection, copy: Copy, owner: str, session: str, no
     layout = copy.layout
     db.execute(
         f"INSERT INTO copies ({_COLUMNS}, state, owner, session, created_at, used_at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'writing', ?, ?, ?, ?)",
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'writing', ?, ?, ?, ?)",
         (
             copy.id, copy.key, copy.start, copy.end, layout.num_layers, layout.bytes_per_token,
-            layout.layers_per_group, copy.size_bytes, owner, session, now, now,
+            layout.layers_per_group, layout.scale_bytes, copy.size_bytes, owner, session, now, now,
         ),
     )  # fmt: skip
 
@@ -204,9 +212,9 @@ def _disk_error(error: sqlite3.DatabaseError) -> int | None:
     return None if code is None else _DISK_ERRORS.get(code & 0xFF)  # extended codes keep the primary in the low byte
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path, journal: str) -> sqlite3.Connection:
     try:
-        return _connect(path)
+        return _connect(path, journal)
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise
@@ -216,22 +224,25 @@ def _open(path: Path) -> sqlite3.Connection:
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         path.rename(aside)
-        return _connect(path)
+        return _connect(path, journal)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, journal: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
-        _use_wal(db)
-        db.execute("PRAGMA synchronous = NORMAL")
+        _use_journal(db, journal)
+        db.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
         db.execute("BEGIN IMMEDIATE")
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
+        elif version == 1:
+            db.execute(_FROM_VERSION_1)
+        if version in (0, 1):
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
-        if version not in (0, SCHEMA_VERSION):
+        if version not in (0, 1, SCHEMA_VERSION):
             raise KVError(f"{path} has format {version}, expected {SCHEMA_VERSION}; remove the folder to start anew")
     except BaseException:
         db.close()
@@ -239,13 +250,13 @@ def _connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _use_wal(db: sqlite3.Connection) -> None:
+def _use_journal(db: sqlite3.Connection, journal: str) -> None:
     """SQLite does not wait for its lock to change the journal's mode: two processes that open a new folder would not
     both succeed."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
-            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA journal_mode = {journal}")
             return
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:

@@ -59,7 +59,7 @@ class LocalReader:
         per_layer = max(1, sum(copy.layer_bytes for copy in copies))
         self._layers_ahead = max(1, path.readahead_bytes // per_layer)
         in_host = all(path.host.holds(copy.id, layout.num_layers) for copy in copies)
-        self.tier: Literal["host", "disk"] = "host" if in_host else "disk"
+        self.tier: Literal["host", "disk", "shared"] = "host" if in_host else "disk"
 
     def read_layer(self, layer: int) -> Sequence[memoryview]:
         """One read-only buffer a segment, in chain order, checked. Raises KVMissing, OSError."""

@@ -32,7 +32,8 @@ class LocalKVStore:
 
     `host_bytes` caps the host-memory tier, `readahead_bytes` what a reader fetches ahead, `write_buffer_bytes` what
     waits for the disk in a writer, `io_threads` how many requests the disk gets at once. `allocate` gives the memory
-    that layers are read into.
+    that layers are read into. `several_machines`: the folder lies on a file system that they share, whose locks
+    work between them.
     """
 
     def __init__(
@@ -50,12 +51,19 @@ class LocalKVStore:
         clock: Clock = time.time,
         allocate: Callable[[int], Bytes] = plain_memory,
         open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
+        several_machines: bool = False,
     ) -> None:
         """Raises ValueError for an impossible layout, OSError, KVError."""
         check_layout(layout)
         self.layout = layout
         self.catalog = KVCatalog(
-            folder, limits, counters=counters, orphan_ttl_s=orphan_ttl_s, clock=clock, open_blocks=open_blocks
+            folder,
+            limits,
+            counters=counters,
+            orphan_ttl_s=orphan_ttl_s,
+            clock=clock,
+            open_blocks=open_blocks,
+            several_machines=several_machines,
         )
         self.counters = self.catalog.counters
         self._io_threads = io_threads
@@ -134,6 +142,9 @@ class LocalKVStore:
         freed = self.catalog.release(holder)
         self._report_host()
         return freed
+
+    def holders_of(self, keys: Sequence[str]) -> list[tuple[str, float | None, bool]]:
+        return self.catalog.holders_of(keys)
 
     def discard(self, owner: str) -> int:
         return self.catalog.discard(owner)

@@ -1,4 +1,5 @@
-"""What every KV store must do. Its test module subclasses KVStoreContract and gives it an `open_store` fixture."""
+"""What every KV store must do. A test module subclasses KVStoreContract, and whichever of the other classes its store
+promises too, and gives them an `open_store` fixture."""
 
 import threading
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ FOUR = chain(3 * 4096 + 100)  # three full segments and a short one
 
 
 class KVStoreContract:
-    # --- writing, matching, reading ---
+    """Every store."""
 
     def test_an_empty_store_matches_nothing(self, open_store: OpenStore) -> None:
         store = open_store()
@@ -122,7 +123,6 @@ class KVStoreContract:
         writer = store.open_writer(FOUR, first=0, owner="job")
         write_layers(writer, FOUR, range(5))
         writer.flush()
-        assert writer.groups_done() == 3
         assert store.match(FOUR) == 0
         writer.commit()
         assert store.match(FOUR) == 4
@@ -182,7 +182,172 @@ class KVStoreContract:
         assert store.stored_bytes == 0
         assert store.open_writer(FOUR, first=0, owner="job").groups_done() == 0
 
-    # --- resuming ---
+    def test_two_writers_of_one_key_both_end_well(self, open_store: OpenStore) -> None:
+        one, two = open_store(), open_store()
+        writers = [one.open_writer(FOUR, first=0, owner="a"), two.open_writer(FOUR, first=0, owner="b")]
+        failures: list[Exception] = []
+
+        def run(writer: KVWriter) -> None:
+            try:
+                write_layers(writer, FOUR, range(5))
+                writer.commit()
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(writer,)) for writer in writers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert one.stored_bytes == full_bytes(FOUR)
+        reader = two.open_reader(FOUR)
+        assert_right(reader, FOUR)
+        reader.close()
+
+    def test_a_stored_segment_is_not_written_again(self, open_store: OpenStore) -> None:
+        store = open_store()
+        store_chain(store, FOUR)
+        writer = store.open_writer(FOUR, first=0, owner="again")
+        assert store.stored_bytes == full_bytes(FOUR)
+        assert writer.groups_done() == 3
+        write_layers(writer, FOUR, range(5))
+        writer.commit()
+        assert store.stored_bytes == full_bytes(FOUR)
+
+    def test_release_removes_what_nobody_else_holds(self, open_store: OpenStore) -> None:
+        store = open_store()
+        a, b = chain(3 * 4096, seed=1, shared=4096), chain(2 * 4096, seed=2, shared=4096)
+        assert a[0] == b[0]
+        assert a[1] != b[1]
+        for name, links in (("a", a), ("b", b)):
+            store_chain(store, links, owner=name, first=store.match(links))
+            store.attach(links, name, ttl_s=None, pinned=False)
+        assert store.stored_bytes == full_bytes(a) + full_bytes(b[1:])
+        assert store.release("a") == full_bytes(a[1:])
+        assert (store.match(a), store.match(b)) == (1, 2)
+        assert store.release("a") == 0
+        assert store.release("b") == full_bytes(b)
+        assert store.stored_bytes == 0
+
+    def test_a_segment_lives_as_long_as_the_longest_ttl(self, open_store: OpenStore) -> None:
+        clock = Clock()
+        store = open_store(clock=clock)
+        store_chain(store, FOUR)
+        store.attach(FOUR[:2], "short", ttl_s=10.0, pinned=False)
+        store.attach(FOUR, "long", ttl_s=100.0, pinned=False)
+        clock.now += 50
+        assert store.match(FOUR) == 4
+        store.set_policy("long", ttl_s=60.0, pinned=False)
+        clock.now += 59
+        assert store.match(FOUR) == 4
+        clock.now += 2
+        assert store.match(FOUR) == 0
+        assert store.sweep() == full_bytes(FOUR)
+
+    def test_use_and_pins_keep_a_segment_beyond_its_ttl(self, open_store: OpenStore) -> None:
+        clock = Clock()
+        store = open_store(clock=clock)
+        store_chain(store, FOUR)
+        store.attach(FOUR, "doc", ttl_s=10.0, pinned=False)
+        clock.now += 9
+        store.open_reader(FOUR).close()
+        clock.now += 9
+        assert store.match(FOUR) == 4
+        store.set_policy("doc", ttl_s=10.0, pinned=True)
+        clock.now += 1000
+        assert store.sweep() == 0
+        assert store.match(FOUR) == 4
+
+    def test_what_expired_goes_with_a_sweep(self, open_store: OpenStore) -> None:
+        clock = Clock()
+        store = open_store(clock=clock)
+        store_chain(store, FOUR)
+        store.attach(FOUR, "doc", ttl_s=10.0, pinned=False)
+        clock.now += 11
+        assert store.match(FOUR) == 0
+        store_chain(store, FOUR, owner="again")
+        assert store.match(FOUR) == 4
+        clock.now += 11
+        assert store.sweep() >= full_bytes(FOUR)
+        assert store.stored_bytes == 0
+
+
+class CapContract:
+    """A store with a cap of its own."""
+
+    def test_the_cap_is_held_before_writing(self, open_store: OpenStore) -> None:
+        store = open_store(cap_bytes=full_bytes(FOUR) - 1)
+        with pytest.raises(StorageFull) as raised:
+            store.open_writer(FOUR, first=0, owner="job")
+        assert raised.value.needed_bytes == full_bytes(FOUR)
+        assert raised.value.available_bytes == full_bytes(FOUR) - 1
+        assert store.stored_bytes == 0
+        store_chain(store, FOUR[:3])
+
+    def test_room_is_reserved_when_the_writer_opens(self, open_store: OpenStore) -> None:
+        a, b = chain(2 * 4096, seed=1), chain(2 * 4096, seed=2)
+        one, two = open_store(cap_bytes=full_bytes(a) * 3 // 2), open_store(cap_bytes=full_bytes(a) * 3 // 2)
+        writer = one.open_writer(a, first=0, owner="a")
+        with pytest.raises(StorageFull) as raised:
+            two.open_writer(b, first=0, owner="b")
+        assert raised.value.available_bytes == full_bytes(a) // 2
+        writer.abort()
+        store_chain(two, b)
+
+    def test_the_least_recently_used_goes_first(self, open_store: OpenStore) -> None:
+        clock = Clock()
+        docs = [chain(4096, seed=seed) for seed in range(4)]
+        store = open_store(cap_bytes=3 * full_bytes(docs[0]), clock=clock)
+        for index, links in enumerate(docs[:3]):
+            clock.now += 1
+            store_chain(store, links, owner=f"job {index}")
+        clock.now += 1
+        store.open_reader(docs[0]).close()
+        store_chain(store, docs[3])
+        assert [store.match(links) for links in docs] == [1, 0, 1, 1]
+
+    def test_a_chain_loses_its_end_first(self, open_store: OpenStore) -> None:
+        clock = Clock()
+        store = open_store(cap_bytes=full_bytes(FOUR), clock=clock)
+        store_chain(store, FOUR)
+        clock.now += 1
+        store_chain(store, chain(4096, seed=1))
+        assert store.match(FOUR) == 2
+
+    def test_a_failed_reservation_evicts_nothing(self, open_store: OpenStore) -> None:
+        old = chain(2 * 4096, seed=1)
+        store = open_store(cap_bytes=full_bytes(old))
+        store_chain(store, old)
+        with pytest.raises(StorageFull):
+            store.open_writer(chain(3 * 4096, seed=2), first=0, owner="b")
+        assert store.match(old) == 2
+
+    def test_nothing_pinned_is_evicted(self, open_store: OpenStore) -> None:
+        docs = [chain(4096, seed=seed) for seed in range(3)]
+        size = full_bytes(docs[0])
+        store = open_store(cap_bytes=2 * size)
+        for index, links in enumerate(docs[:2]):
+            store_chain(store, links, owner=f"job {index}")
+            store.attach(links, f"doc {index}", ttl_s=None, pinned=True)
+        with pytest.raises(StorageFull) as raised:
+            store.open_writer(docs[2], first=0, owner="c")
+        assert (raised.value.needed_bytes, raised.value.available_bytes) == (size, 0)
+        store.set_policy("doc 1", ttl_s=None, pinned=False)
+        store_chain(store, docs[2])
+        assert [store.match(links) for links in docs] == [1, 0, 1]
+
+
+class UnfinishedWorkContract:
+    """A store that keeps what a writer has published before it committed."""
+
+    def test_groups_are_done_before_the_commit(self, open_store: OpenStore) -> None:
+        store = open_store()
+        writer = store.open_writer(FOUR, first=0, owner="job")
+        write_layers(writer, FOUR, range(5))
+        writer.flush()
+        assert writer.groups_done() == 3
+        writer.abort()
 
     def test_a_suspended_writer_goes_on_behind_its_published_groups(self, open_store: OpenStore) -> None:
         store = open_store()
@@ -240,57 +405,9 @@ class KVStoreContract:
         again.abort()
         assert store.stored_bytes == 0
 
-    # --- the same segments written twice ---
 
-    def test_two_writers_of_one_key_both_end_well(self, open_store: OpenStore) -> None:
-        one, two = open_store(), open_store()
-        writers = [one.open_writer(FOUR, first=0, owner="a"), two.open_writer(FOUR, first=0, owner="b")]
-        failures: list[Exception] = []
-
-        def run(writer: KVWriter) -> None:
-            try:
-                write_layers(writer, FOUR, range(5))
-                writer.commit()
-            except Exception as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=run, args=(writer,)) for writer in writers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
-        assert one.stored_bytes == full_bytes(FOUR)
-        reader = two.open_reader(FOUR)
-        assert_right(reader, FOUR)
-        reader.close()
-
-    def test_a_stored_segment_is_not_written_again(self, open_store: OpenStore) -> None:
-        store = open_store()
-        store_chain(store, FOUR)
-        writer = store.open_writer(FOUR, first=0, owner="again")
-        assert store.stored_bytes == full_bytes(FOUR)
-        assert writer.groups_done() == 3
-        write_layers(writer, FOUR, range(5))
-        writer.commit()
-        assert store.stored_bytes == full_bytes(FOUR)
-
-    # --- holders ---
-
-    def test_release_removes_what_nobody_else_holds(self, open_store: OpenStore) -> None:
-        store = open_store()
-        a, b = chain(3 * 4096, seed=1, shared=4096), chain(2 * 4096, seed=2, shared=4096)
-        assert a[0] == b[0]
-        assert a[1] != b[1]
-        for name, links in (("a", a), ("b", b)):
-            store_chain(store, links, owner=name, first=store.match(links))
-            store.attach(links, name, ttl_s=None, pinned=False)
-        assert store.stored_bytes == full_bytes(a) + full_bytes(b[1:])
-        assert store.release("a") == full_bytes(a[1:])
-        assert (store.match(a), store.match(b)) == (1, 2)
-        assert store.release("a") == 0
-        assert store.release("b") == full_bytes(b)
-        assert store.stored_bytes == 0
+class LeaseContract:
+    """A store that keeps what is being read or built on."""
 
     def test_release_waits_for_readers_but_matches_no_more(self, open_store: OpenStore) -> None:
         store, api = open_store(), open_store()
@@ -327,35 +444,6 @@ class KVStoreContract:
         assert_right(reader, FOUR)
         reader.close()
 
-    def test_a_segment_lives_as_long_as_the_longest_ttl(self, open_store: OpenStore) -> None:
-        clock = Clock()
-        store = open_store(clock=clock)
-        store_chain(store, FOUR)
-        store.attach(FOUR[:2], "short", ttl_s=10.0, pinned=False)
-        store.attach(FOUR, "long", ttl_s=100.0, pinned=False)
-        clock.now += 50
-        assert store.match(FOUR) == 4
-        store.set_policy("long", ttl_s=60.0, pinned=False)
-        clock.now += 59
-        assert store.match(FOUR) == 4
-        clock.now += 2
-        assert store.match(FOUR) == 0
-        assert store.sweep() == full_bytes(FOUR)
-
-    def test_use_and_pins_keep_a_segment_beyond_its_ttl(self, open_store: OpenStore) -> None:
-        clock = Clock()
-        store = open_store(clock=clock)
-        store_chain(store, FOUR)
-        store.attach(FOUR, "doc", ttl_s=10.0, pinned=False)
-        clock.now += 9
-        store.open_reader(FOUR).close()
-        clock.now += 9
-        assert store.match(FOUR) == 4
-        store.set_policy("doc", ttl_s=10.0, pinned=True)
-        clock.now += 1000
-        assert store.sweep() == 0
-        assert store.match(FOUR) == 4
-
     def test_an_expired_segment_can_be_written_again(self, open_store: OpenStore) -> None:
         clock = Clock()
         store = open_store(clock=clock)
@@ -369,47 +457,6 @@ class KVStoreContract:
         assert_right(reader, FOUR)
         reader.close()
         assert store.stored_bytes == full_bytes(FOUR)
-
-    # --- caps ---
-
-    def test_the_cap_is_held_before_writing(self, open_store: OpenStore) -> None:
-        store = open_store(cap_bytes=full_bytes(FOUR) - 1)
-        with pytest.raises(StorageFull) as raised:
-            store.open_writer(FOUR, first=0, owner="job")
-        assert raised.value.needed_bytes == full_bytes(FOUR)
-        assert raised.value.available_bytes == full_bytes(FOUR) - 1
-        assert store.stored_bytes == 0
-        store_chain(store, FOUR[:3])
-
-    def test_room_is_reserved_when_the_writer_opens(self, open_store: OpenStore) -> None:
-        a, b = chain(2 * 4096, seed=1), chain(2 * 4096, seed=2)
-        one, two = open_store(cap_bytes=full_bytes(a) * 3 // 2), open_store(cap_bytes=full_bytes(a) * 3 // 2)
-        writer = one.open_writer(a, first=0, owner="a")
-        with pytest.raises(StorageFull) as raised:
-            two.open_writer(b, first=0, owner="b")
-        assert raised.value.available_bytes == full_bytes(a) // 2
-        writer.abort()
-        store_chain(two, b)
-
-    def test_the_least_recently_used_goes_first(self, open_store: OpenStore) -> None:
-        clock = Clock()
-        docs = [chain(4096, seed=seed) for seed in range(4)]
-        store = open_store(cap_bytes=3 * full_bytes(docs[0]), clock=clock)
-        for index, links in enumerate(docs[:3]):
-            clock.now += 1
-            store_chain(store, links, owner=f"job {index}")
-        clock.now += 1
-        store.open_reader(docs[0]).close()
-        store_chain(store, docs[3])
-        assert [store.match(links) for links in docs] == [1, 0, 1, 1]
-
-    def test_a_chain_loses_its_end_first(self, open_store: OpenStore) -> None:
-        clock = Clock()
-        store = open_store(cap_bytes=full_bytes(FOUR), clock=clock)
-        store_chain(store, FOUR)
-        clock.now += 1
-        store_chain(store, chain(4096, seed=1))
-        assert store.match(FOUR) == 2
 
     def test_nothing_pinned_or_in_use_is_evicted(self, open_store: OpenStore) -> None:
         docs = [chain(4096, seed=seed) for seed in range(3)]
@@ -428,14 +475,6 @@ class KVStoreContract:
         store.set_policy("a", ttl_s=None, pinned=False)
         store_chain(store, docs[1])
         assert [store.match(links) for links in docs] == [0, 1, 1]
-
-    def test_a_failed_reservation_evicts_nothing(self, open_store: OpenStore) -> None:
-        old = chain(2 * 4096, seed=1)
-        store = open_store(cap_bytes=full_bytes(old))
-        store_chain(store, old)
-        with pytest.raises(StorageFull):
-            store.open_writer(chain(3 * 4096, seed=2), first=0, owner="b")
-        assert store.match(old) == 2
 
     def test_orphans_count_and_go_first(self, open_store: OpenStore) -> None:
         stored, orphan, new = (chain(4096, seed=seed) for seed in range(3))

@@ -11,7 +11,7 @@ from engine.errors import KVError
 from engine.kv_store import DiskLimits, KVCatalog
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.copies import Copy
-from engine.kv_store.index import insert_copy
+from engine.kv_store.index import SCHEMA_VERSION, insert_copy
 from engine.kv_store.layout import group_file_bytes
 from tests.contracts.kv_store_contract import Clock, full_bytes
 from tests.kv_store.conftest import CAP_BYTES, MakeStore
@@ -114,7 +114,7 @@ def test_an_index_of_another_version_is_refused(folder: Path, make_store: MakeSt
     db = sqlite3.connect(folder / "index.sqlite3")
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(KVError, match="format 99, expected 1"):
+    with pytest.raises(KVError, match=f"format 99, expected {SCHEMA_VERSION}"):
         make_store()
 
 
