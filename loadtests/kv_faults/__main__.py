@@ -8,24 +8,28 @@ real processes inside their writes. Behind each fault what matches is read and c
 
 import argparse
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from loadtests.kv_faults import kinds
 from loadtests.kv_faults.bench import Bench, Book
 from loadtests.kv_faults.processes import Other, fork_victims, write_beside
+from loadtests.kv_faults.redis_restart import RedisBench
 from loadtests.kv_faults.shim import Shim, command_under_shim, under_shim
 from loadtests.results import write_entry
 
 COMMAND = "python -m loadtests.kv_faults"
 SHARES: Mapping[str, float] = {
-    "bit_flip": 0.27, "truncation": 0.12, "torn_write": 0.13, "stale_index": 0.08, "enospc": 0.11, "eio": 0.13,
+    "bit_flip": 0.24, "truncation": 0.12, "torn_write": 0.13, "stale_index": 0.08, "enospc": 0.11, "eio": 0.13,
     "slow_disk": 0.05, "two_writers": 0.04, "kill_in_write": 0.04, "kill_elsewhere": 0.02,
+    "redis_restart": 0.035,
 }  # fmt: skip
 MOST_ATTEMPTS = 4  # a fault; some are armed for a call that never comes
 
@@ -57,6 +61,7 @@ def inject(folder: Path, faults: int, seed: int) -> Book:
     victims = Other(fork_victims, shim, folder)
     peer = Other(write_beside, folder)
     bench = Bench(folder, shim, rng, book)
+    redis = RedisBench(folder.parent, rng, book)
     actions: Mapping[str, Callable[[], None]] = {
         "bit_flip": lambda: kinds.bit_flip(bench),
         "truncation": lambda: kinds.truncation(bench),
@@ -68,10 +73,18 @@ def inject(folder: Path, faults: int, seed: int) -> Book:
         "two_writers": lambda: kinds.two_writers(bench, peer),
         "kill_in_write": lambda: kinds.kill_in_write(bench, victims),
         "kill_elsewhere": lambda: kinds.kill_elsewhere(bench, victims),
+        "redis_restart": redis.restart,
     }
     wanted = {kind: -(-int(faults * share * 1000) // 1000) + 1 for kind, share in SHARES.items()}
+    if shutil.which("redis-server") is None:
+        print("no redis-server here: its tier is left out", file=sys.stderr)
+        del wanted["redis_restart"]
     attempts: Counter[str] = Counter()
-    try:
+    with ExitStack() as stack:
+        for end in (victims.close, peer.close, lambda: bench.store.close()):
+            stack.callback(end)
+        if "redis_restart" in wanted:
+            stack.enter_context(redis)
         while left := {
             kind: count - book.injected[kind] for kind, count in wanted.items() if count > book.injected[kind]
         }:
@@ -82,10 +95,6 @@ def inject(folder: Path, faults: int, seed: int) -> Book:
             actions[kind]()
             if attempts.total() % 500 == 0:
                 print(f"{book.injected.total()} faults, {book.blocks_compared} blocks compared", flush=True)
-    finally:
-        bench.store.close()
-        peer.close()
-        victims.close()
     return book
 
 

@@ -153,7 +153,7 @@ def two_writers(bench: Bench, peer: Other) -> None:
     with bench.fault("two_writers", links) as placed:
         peer.send(number, rng.choice(["bench", "peer"]), ending)
         peer.answer()
-        time.sleep(rng.choice([0, rng.random() * 0.01]))
+        time.sleep(rng.choice([0.0, 0.0, rng.random() * 0.003]))
         try:
             write(bench.store, links, owner="bench")
         finally:
