@@ -10,7 +10,6 @@ from engine.engine import LocalEngine
 from engine.interfaces import Fidelity
 from engine.model import Model
 from engine.sparse.settings import SparseSettings
-from kernels.full_attention import full_attention
 
 # (layer, q [rows, heads, head_dim]) → (out, lse [rows, heads]) over the whole prefix
 AttendPrefix = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -31,9 +30,6 @@ def open_prefix(engine: LocalEngine, prefix: TokenIds, *, salt: bytes, fidelity:
     chain = engine.chain(prefix, salt, fidelity)
     shared = engine._share(chain)
     try:
-        if hasattr(shared, "attend"):
-            yield shared.attend
-        else:
-            yield lambda layer, q: full_attention(q, *shared.layer(layer))
+        yield shared.attend
     finally:
         engine._unshare(chain[-1].key, shared)

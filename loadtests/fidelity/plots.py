@@ -62,3 +62,26 @@ def plot_needle_map(maps: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.colorbar(image, ax=list(axes[0]), label="share found")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_guard(found: Sequence[Any], path: Path) -> None:
+    """Left: what the guard said against the truth, a dot a cell. Right: density layer by layer."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    for kind in dict.fromkeys(one.kind for one in found):
+        mine = [one for one in found if one.kind == kind]
+        cells = [cell for one in mine for cell in one.cells]
+        left.plot([cell.true for cell in cells], [cell.predicted for cell in cells], ".", ms=3, alpha=0.5, label=kind)
+        layers = [sum(column) / len(mine) for column in zip(*(one.density_by_layer for one in mine), strict=True)]
+        right.plot(layers, ".-", label=kind)
+    low = min([cell.true for one in found for cell in one.cells], default=0.9)
+    left.plot([low, 1], [low, 1], color="0.5", lw=0.8)
+    left.axhline(found[0].target, color="0.5", lw=0.6, ls=":")
+    left.set(
+        xlabel="true recall (all rows)", ylabel="what the guard says", title="each (layer, segment, KV-head group)"
+    )
+    right.set(xlabel="layer", ylabel="density", ylim=(0, 1.02), title="share of the causal matrix computed")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -16,24 +16,34 @@ from loadtests.fidelity.variants import Engines
 
 torch.set_num_threads(1)
 
-# Long documents, so fewer heads and layers than the engine's tests have.
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}[/]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
+def make_model(folder: Path, **shape: int) -> Any:
+    from transformers import LlamaConfig
+
+    model = save_model(folder, LlamaConfig(**(SHAPE | shape), tie_word_embeddings=True))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))
+    return model
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """(folder, transformers' own model)."""
-    from transformers import LlamaConfig
-
     folder = tmp_path_factory.mktemp("tiny")
-    model = save_model(folder, LlamaConfig(**(SHAPE | SMALL), tie_word_embeddings=True))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(json.dumps({}))
-    return folder, model
+    return folder, make_model(folder, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one that reads documents behind the crossover in seconds."""
+    folder = tmp_path_factory.mktemp("smallest")
+    make_model(folder, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    return folder
 
 
 @pytest.fixture

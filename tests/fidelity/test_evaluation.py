@@ -9,9 +9,9 @@ import pytest
 from loadtests.fidelity.__main__ import main
 
 
-def arguments(tiny: tuple[Path, Any], results: Path, *more: str) -> list[str]:
+def arguments(smallest: Path, results: Path, *more: str) -> list[str]:
     return [
-        *("--model", str(tiny[0]), "--device", "cpu", "--dtype", "float32", "--threads", "1"),
+        *("--model", str(smallest), "--device", "cpu", "--dtype", "float32", "--threads", "1"),
         *("--results", str(results), "--lengths", "9216", "--questions", "2", *more),
     ]
 
@@ -21,10 +21,10 @@ def lines(results: Path) -> list[dict[str, Any]]:
 
 
 def test_evaluation_writes_its_tables_and_goes_on_where_it_stopped(
-    tiny: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    smallest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--documents", "1", "--tasks", "vt", "--fidelities", "exact,default,a_shape"]
-    assert main(arguments(tiny, tmp_path, *options)) == 0
+    assert main(arguments(smallest, tmp_path, *options)) == 0
     first = lines(tmp_path)
     assert [line["variant"] for line in first] == ["exact", "default", "a_shape"]
     for line in first:
@@ -39,7 +39,7 @@ def test_evaluation_writes_its_tables_and_goes_on_where_it_stopped(
     assert by_variant["exact"]["nlls"] != by_variant["a_shape"]["nlls"]
 
     options = ["--documents", "1", "--tasks", "vt,needle_map", "--fidelities", "exact"]
-    assert main(arguments(tiny, tmp_path, *options)) == 0
+    assert main(arguments(smallest, tmp_path, *options)) == 0
     again = lines(tmp_path)
     assert again[:3] == first
     assert [(line["key"]["task"], line["variant"]) for line in again[3:]] == [("needle_map", "exact")]
@@ -54,17 +54,17 @@ def test_evaluation_writes_its_tables_and_goes_on_where_it_stopped(
     assert "needle_map" in capsys.readouterr().out
 
 
-def test_used_up_budget_stops_cleanly(tiny: tuple[Path, Any], tmp_path: Path) -> None:
-    assert main(arguments(tiny, tmp_path, "--tasks", "vt", "--documents", "1", "--budget-s", "0")) == 1
+def test_used_up_budget_stops_cleanly(smallest: Path, tmp_path: Path) -> None:
+    assert main(arguments(smallest, tmp_path, "--tasks", "vt", "--documents", "1", "--budget-s", "0")) == 1
     assert not (tmp_path / "fidelity.jsonl").exists()
 
 
 def test_unknown_names_are_refused_with_what_is_known(
-    tiny: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    smallest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for option, value in (("--tasks", "needles"), ("--fidelities", "exact,quick")):
         with pytest.raises(SystemExit):
-            main(arguments(tiny, tmp_path, option, value))
+            main(arguments(smallest, tmp_path, option, value))
     shown = capsys.readouterr().err
     assert "unknown task 'needles', expected all, ruler" in shown
     assert "unknown fidelity or policy 'quick', expected one of exact, default" in shown
