@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from engine.chain import TokenIds
+from engine.device import device_type
 from engine.engine import LocalEngine, open_engine
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, PrefillRequest, PrefillResult, SamplingParams
 from engine.kv_store import DiskLimits, LocalKVStore
 from engine.model_folder import resolve_model
+from engine.sparse.settings import chosen_settings
 from service.ingest import IngestLimits, IngestOptions, Kind, Source, ingest
 from service.prompt import Message, PromptFormat
 from service.salt import load_secret, tenant_salt
@@ -66,6 +68,7 @@ def _open(folder: Path, settings: Settings, stores: list[LocalKVStore]) -> Local
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),
     )
 
 

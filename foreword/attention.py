@@ -59,7 +59,7 @@ def attention_report(model: Any) -> dict[str, Any]:
     for module in model.modules():
         if (report := _reports.get(module)) is not None:
             whole.add(report)
-            target = _settings(module).target
+            target = _settings(module, torch.device("cpu")).target
     recall = whole.recall(target)
     return {
         "density": whole.density,
@@ -149,7 +149,7 @@ def attention(
         kwargs.pop("output_attentions", None)  # warned of
         whole = _whole_mask(query, key, attention_mask) if causal else attention_mask
         return _sdpa(module, query, key, value, whole, dropout, scaling, is_causal, **kwargs)
-    head_dim, settings = query.shape[3], _settings(module)
+    head_dim, settings = query.shape[3], _settings(module, query.device)
     if scaling is not None and scaling != head_dim**-0.5:
         query = query * (scaling * head_dim**0.5)
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], head_dim)
@@ -268,18 +268,18 @@ def _pieces(start: int, end: int, row_block: int) -> Iterator[tuple[int, int, bo
         aligned = last
 
 
-def _settings(module: torch.nn.Module) -> SparseSettings:
+def _settings(module: torch.nn.Module, device: torch.device) -> SparseSettings:
     config: Any = getattr(module, "config", None)
     options: dict[str, Any] = getattr(config, "foreword", None) or {}
-    settings = _parsed(tuple(sorted(options.items())))
+    settings = _parsed(tuple(sorted(options.items())), device.type)
     if settings.head_config is not None:
         settings.head_config.check(num_layers=config.num_hidden_layers, heads=config.num_attention_heads)
     return settings
 
 
 @lru_cache(maxsize=32)
-def _parsed(options: tuple[tuple[str, Any], ...]) -> SparseSettings:
-    return chosen_settings(**dict(options))
+def _parsed(options: tuple[tuple[str, Any], ...], device_type: str) -> SparseSettings:
+    return chosen_settings(**dict(options), device_type=device_type)
 
 
 AttentionInterface.register(NAME, attention)

@@ -20,6 +20,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 Kind = Literal["auto", "repo", "bundle", "doc"]
 FidelityName = Literal["default", "strict", "fast", "exact"]
+PolicyName = Literal["adaptive", "dense", "a_shape", "vertical_slash", "block_sparse"]
 KindOption = Annotated[Kind, typer.Option(help="What PATH is; auto looks")]
 FidelityOption = Annotated[
     FidelityName, typer.Option(help="Recall target: default 0.95, strict 0.99, fast 0.90, exact")
@@ -80,12 +81,16 @@ def ask(
     kind: KindOption = "auto",
     fidelity: FidelityOption = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer")] = 256,
+    policy: Annotated[PolicyName | None, typer.Option(help="FOREWORD_SPARSE_POLICY; adaptive if not set")] = None,
+    head_config: Annotated[Path | None, typer.Option(help="FOREWORD_HEAD_CONFIG: patterns head by head")] = None,
 ) -> None:
     """Read PATH and answer QUESTION from it, without a server. Its KV is kept for the next question."""
     from foreword.ask import ask_command
     from service.settings import Settings
 
-    ask_command(path, question, kind=kind, fidelity=fidelity, max_tokens=max_tokens, settings=Settings().resolved())
+    given: dict[str, object] = {"sparse_policy": policy, "head_config": head_config}
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    ask_command(path, question, kind=kind, fidelity=fidelity, max_tokens=max_tokens, settings=settings.resolved())
 
 
 @app.command()
@@ -148,6 +153,22 @@ def plan(
 
     settings = Settings().resolved()
     plan_command(model or settings.model, tokens, gpu_memory_gib=gpu_memory, fidelity=fidelity, settings=settings)
+
+
+@app.command()
+def profile(
+    text: Annotated[Path, typer.Option(help="A long text such as the model is to read")],
+    out: Annotated[Path, typer.Option(help="The head config to write, for FOREWORD_HEAD_CONFIG")],
+    model: Annotated[str | None, typer.Option(help="'default', a Hugging Face folder or a hub id")] = None,
+    budget: Annotated[int, typer.Option(min=1, help="Keys that each row may attend to")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="How much of the text is read")] = 32768,
+) -> None:
+    """Find each head's best sparse pattern on a text; write it in MInference's JSON format."""
+    from foreword.profile import profile_command
+    from service.settings import Settings
+
+    settings = Settings().resolved()
+    profile_command(model or settings.model, text, out=out, tokens=tokens, budget=budget, settings=settings)
 
 
 @cache_app.command("ls")

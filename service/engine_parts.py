@@ -10,6 +10,7 @@ from engine.kv_store import Counters, DiskLimits, LocalKVStore, SharedSettings, 
 from engine.model_folder import resolve_model
 from engine.plan import plan
 from engine.resume import ResumeFolder
+from engine.sparse.settings import chosen_settings
 from engine.spec import load_spec
 from service.backend import KVReport
 from service.housekeeping import KVChores
@@ -54,6 +55,7 @@ class StoreReport:
 
 def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     """Raises ModelError, ValueError (an unknown device or dtype), OSError, KVError."""
+    from engine.device import device_type
     from engine.engine import open_engine
     from kernels.dispatch import paths
 
@@ -99,6 +101,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),
     )
     (store,) = stores
     itemsize = max(2, store.layout.bytes_per_token // spec.kv_bytes_per_token(1))

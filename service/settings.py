@@ -1,6 +1,7 @@
 """Every setting of the service: one frozen object, read from FOREWORD_* once in the entry point and passed down."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -27,6 +28,13 @@ class Settings(BaseSettings):
     device: str = Field(default="auto", description="auto, cpu or cuda")
     dtype: str = Field(default="auto", description="auto, bfloat16 or float32")
     threads: int = Field(default=0, ge=0, description="CPU threads of the engine; 0: all cores")
+    sparse_policy: Literal["adaptive", "dense", "a_shape", "vertical_slash", "block_sparse"] | None = Field(
+        default=None,
+        description="adaptive (where nothing is set), dense, or fixed budgets: a_shape, vertical_slash, block_sparse",
+    )
+    head_config: Path | None = Field(
+        default=None, description="Head config in MInference's format: fixed budgets head by head"
+    )
 
     host: str = Field(default="127.0.0.1", description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
@@ -80,10 +88,12 @@ class Settings(BaseSettings):
     def resolved(self) -> "Settings":
         """The same with absolute paths."""
         shared = None if self.shared_dir is None else self.shared_dir.expanduser().resolve()
+        heads = None if self.head_config is None else self.head_config.expanduser().resolve()
         return self.model_copy(
             update={
                 "shared_dir": shared,
                 "kv_shared_dir": None if self.kv_shared_dir is None else self.kv_shared_dir.expanduser().resolve(),
+                "head_config": heads,
                 "data_dir": self.data_dir.expanduser().resolve(),
                 "cache_dir": self.cache_dir.expanduser().resolve(),
             }

@@ -78,26 +78,27 @@ def default_settings(device_type: str) -> SparseSettings:
 
 
 def chosen_settings(
-    policy: str | None = None, head_config: str | Path | None = None, **constants: Any
+    policy: str | None = None, head_config: str | Path | None = None, *, device_type: str = "cpu", **constants: Any
 ) -> SparseSettings:
-    """The settings of a policy, or of the head config in a file; `constants` are fields of SparseSettings.
+    """The settings of a policy, or of the head config in a file, on a cpu or cuda device.
 
-    Raises ValueError: an unknown policy or constant, a policy beside a head config (which names every head's pattern).
-    Raises ModelError: the file is not a head config.
+    `constants` are fields of SparseSettings in place of the device's defaults. Raises ValueError: an unknown policy or
+    constant, a policy beside a head config (which names every head's pattern). Raises ModelError: the file is not a
+    head config.
     """
     known = {field.name for field in fields(SparseSettings)}
     if unknown := sorted(constants.keys() - known):
         raise ValueError(f"unknown option {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
+    chosen = replace(default_settings(device_type), **constants)
     if head_config is not None:
         if policy is not None:
             raise ValueError(f"a head config names each head's pattern: got policy {policy!r} beside {head_config}")
         # Which of the fixed policies it is says nothing: the file decides for every head.
-        return SparseSettings(
-            "vertical_slash", head_config=load_head_config(Path(head_config).expanduser()), **constants
-        )
+        config = load_head_config(Path(head_config).expanduser())
+        return replace(chosen, policy="vertical_slash", head_config=config)
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
-    return SparseSettings(policy or "adaptive", **constants)
+    return replace(chosen, policy=policy or "adaptive")
 
 
 _TARGETS: dict[Fidelity, float] = {"strict": 0.99, "fast": 0.90}

@@ -101,3 +101,43 @@ def test_plan_says_both_numbers_where_it_does_not_fit(data_dir: Path) -> None:
     assert too_long.returncode == 1
     assert "600000" in too_long.stdout
     assert "524288" in too_long.stdout
+
+
+def test_a_profile_is_written_and_used(source: Path, data_dir: Path, tmp_path: Path) -> None:
+    text, heads = tmp_path / "text.txt", tmp_path / "heads.json"
+    text.write_text("\n".join(f"Ship {number} carries {number * 37 % 911} barrels." for number in range(1200)))
+    sizes = ("--budget", "512", "--tokens", "4608")
+    made = run("profile", "--text", str(text), "--out", str(heads), *sizes, data_dir=data_dir)
+    assert made.returncode == 0, made.stderr
+    assert "4,608 tokens, 270 heads" in made.stderr
+    assert {len(layer) for layer in json.loads(heads.read_text())} == {9}
+
+    question = ("ask", str(source), "What are the parameters of the function anchor?", "--max-tokens", "5")
+    assert run(*question, data_dir=data_dir).returncode == 0
+    other = run(*question, "--head-config", str(heads), data_dir=data_dir)
+    assert "cold" in other.stderr, "its KV is another policy's"
+    assert "warm" in run(*question, data_dir=data_dir, FOREWORD_HEAD_CONFIG=str(heads)).stderr
+    assert "cold" in run(*question, "--policy", "a_shape", data_dir=data_dir).stderr
+
+
+def test_wrong_policies_and_head_configs_are_named(source: Path, data_dir: Path, tmp_path: Path) -> None:
+    heads = tmp_path / "heads.json"
+    heads.write_text('[{"0": ["stream_llm", 64, 1024, 0.9]}]')
+    ask = ("ask", str(source), "What?")
+    other = error_of(run(*ask, "--head-config", str(heads), data_dir=data_dir))
+    assert other["code"] == "model_error"
+    assert "1 layers of 1 heads, the model 30 layers of 9 heads" in other["message"]
+    both = error_of(run(*ask, "--head-config", str(heads), "--policy", "a_shape", data_dir=data_dir))
+    assert both["code"] == "invalid_value"
+    missing = error_of(run(*ask, "--head-config", str(tmp_path / "none.json"), data_dir=data_dir))
+    assert "none.json" in missing["message"]
+    unknown = error_of(run("serve", data_dir=data_dir, FOREWORD_SPARSE_POLICY="magic"))
+    assert unknown["code"] == "invalid_setting"
+    assert "sparse_policy" in unknown["message"]
+    served = run("serve", data_dir=tmp_path / "data", FOREWORD_PORT="0", FOREWORD_HEAD_CONFIG=str(heads))
+    error_of(served)
+    assert "1 layers of 1 heads" in served.stderr
+    short = tmp_path / "short.txt"
+    short.write_text("Too little.")
+    profile = ("profile", "--text", str(short), "--out", str(heads))
+    assert error_of(run(*profile, data_dir=data_dir))["code"] == "invalid_request"
