@@ -72,7 +72,8 @@ class CpuRows:
             for tile in tiles:
                 queries.append(self._project(layer, segment, tile))
                 yield None
-            packed = self._kv_format.pack(self._kv[:, :, segment.start : segment.end])
+            rows = self._kv[:, :, segment.start : segment.end]
+            packed = self._kv_format.pack(rows.flatten(0, 1), rows)
             yield from self._attend(layer, segment, tiles, queries[0] if len(queries) == 1 else torch.cat(queries))
             if keep is not None:
                 keep(index, packed.numpy().data)

@@ -58,8 +58,18 @@ def queries_keys_values(
     return q, k, v
 
 
-def finish_layer(model: Model, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Output projection, residual and MLP. hidden [rows, hidden], attended [rows, heads, head_dim] → [rows, hidden]."""
+def finish_layer(
+    model: Model,
+    layer: LayerWeights,
+    hidden: torch.Tensor,
+    attended: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output projection, residual and MLP. hidden [rows, hidden], attended [rows, heads, head_dim] → [rows, hidden].
+
+    The result is written into `out` where given, which may be `hidden` itself.
+    """
     attended = attended.reshape(len(hidden), -1)
     if isinstance(layer.out, Fp8Matrix):
         attended8, scale = quantise_rows(attended)
@@ -71,11 +81,12 @@ def finish_layer(model: Model, layer: LayerWeights, hidden: torch.Tensor, attend
             projected, layer.mlp_norm, model.spec.norm_eps, layer.gate_up, layer.gate_up_bias, residual=hidden
         )
         inner, scale = swiglu_fp8(gate_up)
-        return hidden.add_(fp8_linear(inner, scale, layer.down.values, layer.down.scale, layer.down_bias))
+        moved = fp8_linear(inner, scale, layer.down.values, layer.down.scale, layer.down_bias)
+        return torch.add(hidden, moved, out=out)
     assert isinstance(layer.gate_up, torch.Tensor)
     assert isinstance(layer.down, torch.Tensor)
     normed, hidden = rms_norm(projected, layer.mlp_norm, eps=model.spec.norm_eps, residual=hidden)
-    return gated_mlp(
+    result = gated_mlp(
         normed,
         layer.gate_up,
         layer.down,
@@ -83,6 +94,7 @@ def finish_layer(model: Model, layer: LayerWeights, hidden: torch.Tensor, attend
         gate_up_bias=layer.gate_up_bias,
         down_bias=layer.down_bias,
     )
+    return result if out is None else out.copy_(result)
 
 
 def _normed_product(

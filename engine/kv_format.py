@@ -28,21 +28,23 @@ class KVFormat:
         scale_bytes = 2 * spec.kv_heads * _SCALE_BYTES if self.quantised else 0
         return layout_for(spec.num_layers, spec.kv_bytes_per_token(self.dtype.itemsize), scale_bytes)
 
-    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+    def pack(self, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """One segment's K and V of a layer as they are kept: [bytes] uint8, dense.
 
-        rows [2, kv_heads, tokens, head_dim] (any strides but a dense last dimension) is overwritten by what is kept,
-        where that differs.
+        new [2 * kv_heads, tokens, head_dim]: K's heads, then V's. rows [2, kv_heads, tokens, head_dim] gets the values
+        that are kept; `new` may be a view of it. Both have any strides but a dense last dimension.
         """
+        heads, tokens, _ = new.shape
+        flat = rows.flatten(0, 1)
         if not self.quantised:
-            return rows.contiguous().view(torch.uint8).flatten()
-        stored, scales = [], []
-        for one in rows:
-            values, scale = quantise_kv(one)
-            dequantise_kv(values, scale, dtype=rows.dtype, out=one)
-            stored.append(values.view(torch.uint8).flatten())
-            scales.append(scale.view(torch.uint8).flatten())
-        return torch.cat(stored + scales)
+            if flat.data_ptr() != new.data_ptr():
+                flat.copy_(new)
+            return new.contiguous().view(torch.uint8).flatten()
+        layer_bytes = new.numel() + heads * -(-tokens // SCALE_TOKENS) * _SCALE_BYTES
+        packed = torch.empty(layer_bytes, dtype=torch.uint8, device=new.device)
+        values, scales = self.split(packed, kv_heads=heads // 2, tokens=tokens)
+        quantise_kv(new, stored=values.flatten(0, 1), scales=scales.flatten(0, 1), rounded=flat)
+        return packed
 
     def unpack(self, packed: torch.Tensor, rows: torch.Tensor) -> None:
         """Write one kept segment [bytes] uint8 into rows [2, kv_heads, tokens, head_dim] on the same device."""

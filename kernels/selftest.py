@@ -232,8 +232,9 @@ def _quantised(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tenso
     are such as FP8 holds exactly."""
     steps = torch.arange(_KV_HEADS * 300 * head_dim, device=device) % 15 - 7
     x = (steps * 64.0).view(_KV_HEADS, 300, head_dim).to(dtype)
-    stored, scales = quantise_kv(x)
-    return scales, dequantise_kv(stored, scales, dtype=dtype)
+    rounded = torch.empty_like(x)
+    stored, scales = quantise_kv(x, rounded=rounded)
+    return scales, rounded, dequantise_kv(stored, scales, dtype=dtype)
 
 
 _CASES: dict[str, Callable[[torch.device, torch.dtype, int], Tensors]] = {

@@ -124,13 +124,9 @@ class PlantedRows(CudaRows):
     q: torch.Tensor
     k: torch.Tensor
 
-    def _project(self, layer: int, segment: Segment, fused: torch.Tensor) -> torch.Tensor:
-        own = fused[: len(self._rows_of(segment))]
-        super()._project(layer, segment, fused)
-        rows = self._kv[:, :, segment.start : segment.end]
-        rows[0] = self.k[:, segment.start : segment.end]
-        rows[1] = own[: segment.num_tokens, HEADS + KV_HEADS :].transpose(0, 1)
-        return self._kv_format.pack(rows)
+    def _keep_values(self, layer: int, segment: Segment, own: torch.Tensor) -> torch.Tensor:
+        own[: segment.num_tokens, HEADS : HEADS + KV_HEADS] = self.k[:, segment.start : segment.end].transpose(0, 1)
+        return super()._keep_values(layer, segment, own)
 
     def _attend(self, layer: int, run: list[Segment], q: torch.Tensor, out: torch.Tensor) -> None:
         super()._attend(layer, run, self.q[run[0].start : run[-1].end], out)

@@ -9,8 +9,8 @@ import torch
 
 from engine.cuda.memory import new_event, new_stream
 
-# Segments of a layer in flight; more wait on the device's side.
-_BUFFERS = 8
+# In flight: enough for the runs that are queued on the device, so that sending seldom waits.
+_BUFFER_BYTES, _MOST_BUFFERS = 640 << 20, 48
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Outflow:
         self._error: BaseException | None = None
         self._waiting = 0
         self._changed = threading.Condition()
-        for _ in range(_BUFFERS):
+        for _ in range(max(2, min(_MOST_BUFFERS, _BUFFER_BYTES // piece_bytes))):
             self._free.put(torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True))
         self._thread = threading.Thread(target=self._run, name="kv-outflow", daemon=True)
         self._thread.start()

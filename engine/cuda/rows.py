@@ -159,13 +159,20 @@ class CudaRows:
             return
         fused, out = buffers
         start, end = run[0].start, run[-1].end
-        packed = [self._project(layer, segment, fused[segment.start - start :]) for segment in run]
+        at = forward.rotation(self._model, start, len(fused))
+        for segment in run:
+            first = segment.start - start
+            own = fused[first : first + len(self._rows_of(segment))]
+            rows = slice(first, first + len(own))
+            self._project(layer, segment, own, forward.Rotation(at.cos[rows], at.sin[rows]))
+            packed = self._keep_values(layer, segment, own)
+            if keep is not None:
+                self._send(segment, packed, keep)
         self._attend(layer, run, fused[: end - start, : self._model.spec.heads], out[: end - start])
         for segment in run:
-            self._finish(layer, segment, out[segment.start - start :])
-        if keep is not None:
-            for segment, data in zip(run, packed, strict=True):
-                self._send(segment, data, keep)
+            hidden, first = self._rows_of(segment), segment.start - start
+            weights = self._model.layers[layer]
+            forward.finish_layer(self._model, weights, hidden, out[first : first + len(hidden)], out=hidden)
 
     def _buffers(self, run: list[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Fused projections and attention's result for a run, with the rest of its needs tried out beside them.
@@ -208,19 +215,18 @@ class CudaRows:
         size = -(-segment.num_tokens // ROW_GRANULE) * ROW_GRANULE
         return self._hidden[first : first + size]
 
-    def _project(self, layer: int, segment: Segment, fused: torch.Tensor) -> torch.Tensor:
-        """Queries into `fused` (from the segment's first row on), K and V into their places; KV as it is kept."""
-        model, hidden = self._model, self._rows_of(segment)
-        at = forward.rotation(model, segment.start, len(hidden))
-        own = fused[: len(hidden)]
-        q, k, v = forward.queries_keys_values(model, model.layers[layer], hidden, at, out=own)
-        if q.data_ptr() != own.data_ptr():
-            own[:, : model.spec.heads] = q
-        real = segment.num_tokens
-        rows = self._kv[:, :, segment.start : segment.end]
-        rows[0] = k[:real].transpose(0, 1)
-        rows[1] = v[:real].transpose(0, 1)
-        return self._kv_format.pack(rows)
+    def _project(self, layer: int, segment: Segment, own: torch.Tensor, at: forward.Rotation) -> None:
+        """The segment's queries, keys and values into `own` [rows, heads + 2 * kv_heads, head_dim]."""
+        model, spec = self._model, self._model.spec
+        q, k, _ = forward.queries_keys_values(model, model.layers[layer], self._rows_of(segment), at, out=own)
+        if q.data_ptr() != own.data_ptr():  # q and k were normed into tensors of their own
+            own[:, : spec.heads] = q
+            own[:, spec.heads : spec.heads + spec.kv_heads] = k
+
+    def _keep_values(self, layer: int, segment: Segment, own: torch.Tensor) -> torch.Tensor:
+        """K and V into their places, as the values that are kept; returns them as they are kept."""
+        new = own[: segment.num_tokens, self._model.spec.heads :].transpose(0, 1)
+        return self._kv_format.pack(new, self._kv[:, :, segment.start : segment.end])
 
     def _attend(self, layer: int, run: list[Segment], q: torch.Tensor, out: torch.Tensor) -> None:
         if self._kind(run[0])[0]:
@@ -242,10 +248,6 @@ class CudaRows:
             )
             for _ in attend(task, self._settings, self.report):
                 pass
-
-    def _finish(self, layer: int, segment: Segment, out: torch.Tensor) -> None:
-        hidden = self._rows_of(segment)
-        hidden.copy_(forward.finish_layer(self._model, self._model.layers[layer], hidden, out[: len(hidden)]))
 
     def _send(self, segment: Segment, packed: torch.Tensor, keep: Keep) -> None:
         if self._outflow is None:

@@ -73,7 +73,7 @@ def default_settings(device_type: str) -> SparseSettings:
         sampled_rows=4,
         sampled_rows_until=131_072,
         guard_rows=8,
-        corrections=1,
+        corrections=3,
     )
 
 

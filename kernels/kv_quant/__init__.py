@@ -7,20 +7,44 @@ from kernels import checks, dispatch
 SCALE_TOKENS = 128
 
 
-def quantise_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise K or V of one layer, [kv_heads, tokens, head_dim].
+def quantise_kv(
+    x: torch.Tensor,
+    *,
+    stored: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    rounded: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise K or V of one layer, [kv_heads, tokens, head_dim]; K's heads and V's may be given as one run of heads.
 
     Returns (stored [kv_heads, tokens, head_dim] float8_e4m3fn, scales [kv_heads, ceil(tokens / 128)] float32): value ≈
-    stored * scale, scale = largest magnitude of those 128 tokens / 448 (1 where all are 0).
+    stored * scale, scale = largest magnitude of those 128 tokens / 448 (1 where all are 0). Both are written in place
+    where given (dense), and so are the values that they stand for, into `rounded` [kv_heads, tokens, head_dim], which
+    may be x itself.
 
-    Raises ValueError for shapes, dtypes or strides that do not fit.
+    Raises ValueError for shapes, dtypes, devices or strides that do not fit.
     """
     checks.shape("x", x, "kv_heads", "tokens", "head_dim")
     checks.dtype("x", x, *checks.FLOATS)
     checks.at_least("tokens", x.shape[1], 1)
-    checks.rows_contiguous(x=x)
-    result: tuple[torch.Tensor, torch.Tensor] = dispatch.implementation("kv_quant", x.device).quantise_kv(x)
-    return result
+    checks.rows_contiguous(x=x, rounded=rounded)
+    shape = (x.shape[0], -(-x.shape[1] // SCALE_TOKENS))
+    if stored is None:
+        stored = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    if scales is None:
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    checks.shape("stored", stored, *x.shape)
+    checks.dtype("stored", stored, torch.float8_e4m3fn)
+    checks.shape("scales", scales, *shape)
+    checks.dtype("scales", scales, torch.float32)
+    if rounded is not None:
+        checks.shape("rounded", rounded, *x.shape)
+        checks.dtype("rounded", rounded, x.dtype)
+    for name, tensor in (("stored", stored), ("scales", scales)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a dense tensor, got strides {tensor.stride()}")
+    checks.same_device(x=x, stored=stored, scales=scales, rounded=rounded)
+    dispatch.implementation("kv_quant", x.device).quantise_kv(x, stored, scales, rounded)
+    return stored, scales
 
 
 def dequantise_kv(

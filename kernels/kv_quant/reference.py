@@ -6,15 +6,17 @@ FP8_MAX = 448.0
 SCALE_TOKENS = 128
 
 
-def quantise_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_kv(x: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, rounded: torch.Tensor | None) -> None:
     compute = torch.promote_types(x.dtype, torch.float32)
     tokens = x.shape[1]
     padded = torch.nn.functional.pad(x.to(compute), (0, 0, 0, -tokens % SCALE_TOKENS))
     tiles = padded.view(x.shape[0], -1, SCALE_TOKENS, x.shape[2])
     largest = tiles.abs().amax((2, 3))
-    scales = torch.where(largest > 0, largest / FP8_MAX, 1.0).float()
-    stored = (tiles / scales[..., None, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return stored.flatten(1, 2)[:, :tokens].contiguous(), scales
+    scales.copy_(torch.where(largest > 0, largest / FP8_MAX, 1.0))
+    scaled = (tiles / scales[..., None, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    stored.copy_(scaled.flatten(1, 2)[:, :tokens])
+    if rounded is not None:
+        dequantise_kv(stored, scales, rounded)
 
 
 def dequantise_kv(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

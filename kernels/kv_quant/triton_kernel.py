@@ -17,8 +17,9 @@ def unsupported(numbers: Capability) -> str | None:
 
 
 @triton.jit
-def quantise_kernel(x_ptr, stored_ptr, scales_ptr, stride_h, stride_t, tokens, tiles, HEAD_DIM: tl.constexpr,
-                    BLOCK_D: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+def quantise_kernel(x_ptr, stored_ptr, scales_ptr, rounded_ptr, stride_h, stride_t, stride_rh, stride_rt, tokens, tiles,
+                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+                    ROUNDED: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     token = (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
@@ -28,7 +29,11 @@ def quantise_kernel(x_ptr, stored_ptr, scales_ptr, stride_h, stride_t, tokens, t
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
     scale = tl.where(largest > 0, largest / _FP8_MAX, 1.0)
     scaled = tl.minimum(tl.maximum(x / scale, -_FP8_MAX), _FP8_MAX)
-    tl.store(stored_ptr + (head * tokens + token) * HEAD_DIM + channel, scaled.to(tl.float8e4nv), mask=mask)
+    stored = scaled.to(tl.float8e4nv)
+    tl.store(stored_ptr + (head * tokens + token) * HEAD_DIM + channel, stored, mask=mask)
+    if ROUNDED:
+        value = (stored.to(tl.float32) * scale).to(rounded_ptr.dtype.element_ty)
+        tl.store(rounded_ptr + head * stride_rh + token * stride_rt + channel, value, mask=mask)
     tl.store(scales_ptr + head * tiles + tile, scale)
 
 
@@ -46,16 +51,15 @@ def dequantise_kernel(stored_ptr, scales_ptr, out_ptr, stride_sh, stride_st, str
     tl.store(out_ptr + head * stride_oh + token * stride_ot + channel, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def quantise_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_kv(x: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, rounded: torch.Tensor | None) -> None:
     kv_heads, tokens, head_dim = x.shape
     tiles = triton.cdiv(tokens, SCALE_TOKENS)
-    stored = torch.empty(kv_heads, tokens, head_dim, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(kv_heads, tiles, dtype=torch.float32, device=x.device)
+    stride_rh, stride_rt = (0, 0) if rounded is None else rounded.stride()[:2]
     quantise_kernel[(tiles, kv_heads)](
-        x, stored, scales, x.stride(0), x.stride(1), tokens, tiles,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TOKENS=SCALE_TOKENS, num_warps=8,
+        x, stored, scales, rounded, x.stride(0), x.stride(1), stride_rh, stride_rt, tokens, tiles,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TOKENS=SCALE_TOKENS, ROUNDED=rounded is not None,
+        num_warps=8,
     )  # fmt: skip
-    return stored, scales
 
 
 def dequantise_kv(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ def test_quantised_kv_goes_there_and_back(tokens: int) -> None:
     rows = torch.randn(2, KV_HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(tokens))
     exact = rows.clone()
     kept = KVFormat(torch.float8_e4m3fn)
-    packed = kept.pack(rows)
+    packed = kept.pack(rows.flatten(0, 1), rows)
     assert not torch.equal(rows, exact)
     assert torch.allclose(rows, exact, atol=0.3)
     layout = KVLayout(1, 2 * KV_HEADS * HEAD_DIM, 1, 2 * KV_HEADS * 4)

@@ -127,7 +127,8 @@ def cases(arch: int) -> Iterator[Case]:
     if arch >= 89:
         tile_of_kv = {"HEAD_DIM": 128, "BLOCK_D": 128, "TOKENS": 128}
         kv = {"x_ptr": "*bf16", "out_ptr": "*bf16", "stored_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-        yield "quantise_kv", quantise_kernel, kv, tile_of_kv, {"num_warps": 8}
+        rounding = {**kv, "rounded_ptr": "*bf16"}
+        yield "quantise_kv", quantise_kernel, rounding, {**tile_of_kv, "ROUNDED": True}, {"num_warps": 8}
         yield "dequantise_kv", dequantise_kernel, kv, tile_of_kv, {"num_warps": 8}
 
 

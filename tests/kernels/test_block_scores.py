@@ -33,12 +33,26 @@ def test_equals_reference(
     with dispatch.override("block_scores", path):
         masses = block_scores(q, k, offsets, row_block=row_block, key_block=key_block, row_offset=row_offset)
     seen = k[:, : row_offset + tokens].double()
-    want = reference(q.double(), seen, offsets, row_block, key_block, row_offset, head_dim**-0.5)
+    want = reference(q.double(), seen, offsets[None], row_block, key_block, row_offset, head_dim**-0.5)
     assert masses.shape == want.shape
     assert masses.dtype == torch.float32
     # Masses are probabilities: an absolute error of 2e-3 is far below what a choice of blocks can feel.
     assert float((masses - want).abs().max()) <= 2e-3
     assert torch.allclose(masses[:, :, 0].sum(-1), torch.ones_like(masses[:, :, 0, 0]), atol=1e-3)
+
+
+@pytest.mark.parametrize("path", paths("block_scores"))
+def test_row_blocks_may_have_offsets_of_their_own(path, device):
+    q, k, _ = attention_inputs(200, 4, 2, 200, 64, DTYPES[0], device)
+    offsets = torch.stack([sample_offsets(4, 2, 64, device) for _ in range(4)]) // torch.tensor(
+        [[[1]], [[2]], [[3]], [[4]]], device=device
+    )
+    offsets = offsets.int()
+    with dispatch.override("block_scores", path):
+        together = block_scores(q, k, offsets, row_block=64, key_block=64)
+        for index in range(4):
+            alone = block_scores(q, k, offsets[index], row_block=64, key_block=64)
+            assert torch.allclose(together[index], alone[index], atol=1e-6)
 
 
 def test_passes_over_a_bounded_scratch_give_the_same(monkeypatch, device):

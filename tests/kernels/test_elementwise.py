@@ -129,6 +129,10 @@ def test_kv_quantisation(kv_heads, tokens, head_dim, dtype, path, device):
     tiles = torch.nn.functional.pad(x.double(), (0, 0, 0, -tokens % 128)).unflatten(1, (-1, 128))
     assert torch.allclose(scales.double(), tiles.abs().amax((2, 3)) / 448, rtol=1e-6)
     assert torch.equal(back, (stored.float() * per_token).to(dtype))
+    rounded = torch.full_like(room, 7.0)
+    with dispatch.override("kv_quant", path):
+        quantise_kv(x, rounded=rounded[:, 4 : 4 + tokens])
+    assert torch.equal(rounded, room)
     assert (room[:, :4] == 7).all()
     assert (room[:, 4 + tokens :] == 7).all()
 
