@@ -33,11 +33,11 @@ def block_scores(
     checks.attention(q, k, None, row_offset)
     checks.block_size("row_block", row_block)
     checks.block_size("key_block", key_block)
-    if sample_offsets.dim() == 2:
-        sample_offsets = sample_offsets[None]
-    else:
+    if sample_offsets.dim() == 3:
         checks.shape("sample_offsets", sample_offsets, -(-q.shape[0] // row_block), q.shape[1], "samples")
-    checks.shape("sample_offsets", sample_offsets, "row_blocks", q.shape[1], "samples")
+    else:
+        checks.shape("sample_offsets", sample_offsets, q.shape[1], "samples")
+        sample_offsets = sample_offsets[None]
     checks.dtype("sample_offsets", sample_offsets, torch.int32)
     checks.at_least("samples", sample_offsets.shape[2], 1)
     checks.same_device(q=q, sample_offsets=sample_offsets)
