@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,6 +41,9 @@ Place = tuple[str, int, int]  # task, length, number of the document
 Job = tuple[Place, int, int]  # with the tokens of the document's text and the number of questions
 MakeDocuments = Callable[[Sequence[Job]], Iterable[tuple[Place, TaskDocument | str]]]
 
+# The next measurement is expected to take as long as the longest of so many before it: the first ones compile.
+_LATELY = 6
+
 _maker: DocumentMaker | None = None
 
 
@@ -50,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = RecordFile(options.results / "fidelity.jsonl")
     if not options.report:
         try:
-            evaluate(options, records)
+            evaluate(options, records, command=command_line(arguments))
         except KeyboardInterrupt:
             log.info("stopped; what is done is kept")
     kept = records.newest()
@@ -59,16 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     table = report.build(kept)
     report.write(table, options.results / "fidelity.json")
-    report.write_summary(
-        table, kept, command=command_line(options, arguments), summary=options.results / "summary.json"
-    )
+    report.write_summary(table, kept, summary=options.results / "summary.json")
     plots.plot_table(table, options.results / "fidelity.png")
     plots.plot_needle_map(table["needle_map"], options.results / "fidelity_needles.png")
     print(report.printed(table), flush=True)
     return 0
 
 
-def evaluate(options: argparse.Namespace, records: RecordFile) -> None:
+def evaluate(options: argparse.Namespace, records: RecordFile, *, command: str) -> None:
     """Measure what is missing, document by document, until everything is there or the time is used.
 
     Raises ModelError and what the engine raises.
@@ -82,7 +84,7 @@ def evaluate(options: argparse.Namespace, records: RecordFile) -> None:
         # Before the engine: forked workers inherit neither its threads nor a device.
         with document_makers(maker, options.workers) as make:
             engines = Engines(model, folder, device=options.device, dtype=options.dtype, threads=options.threads)
-            evaluation = Evaluation(engines, prompts, in_prompt_questions=options.in_prompt)
+            evaluation = Evaluation(engines, prompts, in_prompt_questions=options.in_prompt, command=command)
             measure_missing(evaluation, make, records, options, deadline)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +106,7 @@ def measure_missing(
 
     places = [place for place in plan(options) if missing(place)]
     log.info("%d documents to measure on %s", len(places), evaluation.device(variants[0]))
-    slowest: dict[int, float] = {}
+    lately: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))  # seconds, by length
     jobs = [(place, evaluation.document_tokens(place[1]), options.questions) for place in places]
     for place, document in make(jobs):
         if isinstance(document, str):
@@ -112,11 +114,11 @@ def measure_missing(
             continue
         for variant, key in missing(place):
             started = time.monotonic()
-            if started + slowest.get(place[1], 0.0) > deadline:
+            if started + max(lately[place[1]], default=0.0) > deadline:
                 log.info("the time is used up; the same command goes on from here")
                 return
             records.append(evaluation.measure(document, key, variant))
-            slowest[place[1]] = max(slowest.get(place[1], 0.0), time.monotonic() - started)
+            lately[place[1]].append(time.monotonic() - started)
             log.info("%s", _line(records.records[-1]))
 
 
@@ -166,12 +168,10 @@ def _line(record: Record) -> str:
     )
 
 
-def command_line(options: argparse.Namespace, arguments: Sequence[str] | None) -> str:
-    """How the figures are measured again; folders of this machine by their role."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    for name, value in (("FOLDER", options.contracts), ("DIR", options.results), ("DIR", options.kv_dir)):
-        given = [name if value is not None and word == str(value) else word for word in given]
-    return " ".join(["python -m loadtests.fidelity", *given])
+def command_line(arguments: Sequence[str] | None) -> str:
+    """How the figures are measured again, without the paths of this machine."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return " ".join(["python -m loadtests.fidelity", *("FOLDER" if "/" in word else word for word in given)])
 
 
 def _parser() -> argparse.ArgumentParser:

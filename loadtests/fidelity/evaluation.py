@@ -26,8 +26,11 @@ _HOLDER, _IN_PROMPT = "document", "question-in-prompt"
 class Evaluation:
     """`in_prompt_questions`: how many of a document's questions are also asked with the question in the prompt."""
 
-    def __init__(self, engines: Engines, prompts: PromptFormat, *, in_prompt_questions: int = 1) -> None:
-        self._engines, self._prompts, self._in_prompt = engines, prompts, in_prompt_questions
+    def __init__(
+        self, engines: Engines, prompts: PromptFormat, *, in_prompt_questions: int = 1, command: str = ""
+    ) -> None:
+        self._engines, self._prompts = engines, prompts
+        self._in_prompt, self._command = in_prompt_questions, command
         self._versions, self._commit = versions(), commit()
 
     def document_tokens(self, length: int) -> int:
@@ -66,6 +69,7 @@ class Evaluation:
             prefill_s=result.seconds,
             answer_s=answer_s,
             in_prompt_scores=in_prompt_scores,
+            command=self._command,
             versions=self._versions,
             commit=self._commit,
             date=datetime.now(UTC).isoformat(timespec="seconds"),

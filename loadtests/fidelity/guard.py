@@ -131,9 +131,11 @@ def calibrate(
                 watch.kept, watch.selections = [], 0
                 known = len(_recalls(report, task.start))
                 with watch.timing("other"):
-                    attend_as_the_engine(task, settings, report)
+                    attend_as_the_engine([task], settings, report)
                 if watch.kept:
-                    cells += _cells(task, _recalls(report, task.start)[known:], torch.cat(watch.kept))
+                    cells += _cells(
+                        task, _recalls(report, task.start)[known:], torch.cat([lse for _, lse in watch.kept])
+                    )
             kept_by_layer.append(_pairs(report))
     pairs = np.diff(np.array([(0.0, 0.0), *kept_by_layer]), axis=0)
     return Calibration(

@@ -4,9 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine import forward
@@ -18,6 +20,7 @@ from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask, segment_seed
 
 GUARD = "guard"
+_RUN_SEGMENTS = 16  # as the engine's runs on a GPU
 _SELECTIONS = ("select_blocks", "select_mask")
 _WATCHED = {"block_scores": "scores", "block_masses": GUARD, "block_sparse_attention": "attention"}
 
@@ -87,11 +90,15 @@ def walk(
 
 @dataclass
 class Watch:
-    """What the policy's kernels did: seconds by part, and the kept keys' log-sum-exp of each call."""
+    """What the policy's kernels did: seconds by part, and the kept keys' log-sum-exp of each call.
+
+    Timing waits for the device before and behind each part; without it parts may overlap and `seconds` means nothing.
+    """
 
     device: torch.device
+    timed: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
-    kept: list[torch.Tensor] = field(default_factory=list)  # [rows, heads], in the order of the rows
+    kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (position of the first row, [rows, heads])
     selections: int = 0
     _inner: float = 0.0  # seconds that belong to parts inside the one being timed
 
@@ -106,48 +113,66 @@ class Watch:
         self._inner = outer + took
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
+        if self.timed and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
-def attend_as_the_engine(task: SegmentTask, settings: SparseSettings, report: AttentionReport) -> None:
-    """Fill `task.out` on the path that a prefill takes on this device."""
-    sparse = task.start + task.rows > settings.crossover_tokens
-    if task.q.device.type == "cuda" and settings.policy == "adaptive" and sparse:
-        _attend_run(task, settings, report)
-        return
-    for _ in segments_module.attend(task, settings, report):
-        pass
+def attend_as_the_engine(tasks: Sequence[SegmentTask], settings: SparseSettings, report: AttentionReport) -> None:
+    """Fill the tasks' `out` on the path that a prefill takes on this device; they are neighbours of one layer."""
+    for together, run in groupby(tasks, lambda task: _kind(task, settings)):
+        if together:
+            _attend_run(list(run), settings, report)
+            continue
+        for task in run:
+            for _ in segments_module.attend(task, settings, report):
+                pass
 
 
-def _attend_run(task: SegmentTask, settings: SparseSettings, report: AttentionReport) -> None:
+def _kind(task: SegmentTask, settings: SparseSettings) -> int:
+    """0 for a segment on its own, else how many rows it samples: a run shares that."""
+    end = task.start + task.rows
+    if task.q.device.type != "cuda" or settings.policy != "adaptive" or end <= settings.crossover_tokens:
+        return 0
+    return settings.sampled_rows_at(end)
+
+
+def _attend_run(tasks: Sequence[SegmentTask], settings: SparseSettings, report: AttentionReport) -> None:
     from engine.sparse import run
 
-    samples = settings.sampled_rows_at(task.start + task.rows)
-    choice, guard = run.draw_rows(settings, task.q.shape[1], samples, task.rows, [task.seed])
-    gathered = run.RunReport()
-    run.attend_run(
-        run.RunTask(
-            layer=task.layer,
-            start=task.start,
-            q=task.q,
-            k=task.k,
-            v=task.v,
-            out=task.out,
-            choice_rows=torch.from_numpy(choice).to(task.q.device),
-            guard_rows=torch.from_numpy(guard).to(task.q.device),
-        ),
-        settings,
-        gathered,
-    )
-    gathered.read_into(report)
+    heads, device = tasks[0].q.shape[1], tasks[0].q.device
+    for first in range(0, len(tasks), _RUN_SEGMENTS):
+        part = tasks[first : first + _RUN_SEGMENTS]
+        samples = _kind(part[0], settings)
+        drawn = [run.draw_rows(settings, heads, samples, task.rows, [task.seed]) for task in part]
+        rows = sum(task.rows for task in part)
+        gathered = run.RunReport()
+        run.attend_run(
+            run.RunTask(
+                layer=part[0].layer,
+                start=part[0].start,
+                q=_joined(part[0].q, rows),
+                k=part[-1].k,
+                v=part[-1].v,
+                out=_joined(part[0].out, rows),
+                choice_rows=torch.from_numpy(np.concatenate([choice for choice, _ in drawn])).to(device),
+                guard_rows=torch.from_numpy(np.concatenate([guard for _, guard in drawn])).to(device),
+            ),
+            settings,
+            gathered,
+        )
+        gathered.read_into(report)
+
+
+def _joined(first: torch.Tensor, rows: int) -> torch.Tensor:
+    """Neighbouring segments' rows as one: they are views of one tensor [tokens, heads, head_dim]."""
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 @contextmanager
-def watched(device: torch.device) -> Iterator[Watch]:
+def watched(device: torch.device, *, timed: bool = True) -> Iterator[Watch]:
     """Every kernel call of the policies' modules is seen while this is open. One at a time."""
-    watch = Watch(device)
+    watch = Watch(device, timed)
     before: list[tuple[ModuleType, str, Any]] = []
     for module in _policy_modules(device):
         for name in (*_WATCHED, *_SELECTIONS):
@@ -179,7 +204,7 @@ def _timed(watch: Watch, name: str, original: Any) -> Any:
         with watch.timing(part):
             result = original(*arguments, **named)
         if name == "block_sparse_attention":
-            watch.kept.append(result[1])
+            watch.kept.append((named["row_offset"], result[1]))
         return result
 
     return call

@@ -85,3 +85,30 @@ def plot_guard(found: Sequence[Any], path: Path) -> None:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_compare(report: Mapping[str, Any], path: Path) -> None:
+    """A row a length: output error against time (as a share of dense attention's), and recall against density."""
+    lengths = report["lengths"]
+    figure, axes = plt.subplots(
+        max(len(lengths), 1), 2, figsize=(11, 4.4 * max(len(lengths), 1)), squeeze=False, layout="constrained"
+    )
+    for found, (left, right) in zip(lengths, axes, strict=False):
+        for policy in dict.fromkeys(entry["policy"] for entry in found["contenders"]):
+            mine = [entry for entry in found["contenders"] if entry["policy"] == policy]
+            if policy == "dense":
+                continue
+            left.plot([1 / entry["speedup"] for entry in mine], [entry["error"] for entry in mine], "o-", label=policy)
+            known = [entry for entry in mine if entry["recall"] is not None]
+            if known:
+                places = [entry["density"] for entry in known], [1 - entry["recall"] for entry in known]
+                right.plot(*places, "o-", label=policy)
+        left.axvline(1, color="0.5", lw=0.8)
+        left.set(xlabel="time, dense attention = 1", ylabel="relative output error", yscale="log")
+        right.set(xlabel="density", ylabel="softmax mass lost (1 − recall)", yscale="log")
+        left.set_title(f"{found['tokens']} tokens, {report['device']}", loc="left", fontsize=9)
+        for panel in (left, right):
+            panel.grid(alpha=0.3, which="both")
+            panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -36,8 +36,9 @@ class Record:
     answer_s: float
     # With the question prefilled as a part of the prompt: scores of the first questions. [] where not measured.
     in_prompt_scores: list[float]
+    command: str
     versions: dict[str, str]
-    commit: str
+    commit: str  # empty where the measuring machine had no checkout
     date: str
 
 

@@ -172,12 +172,12 @@ def _delta_nll(record: Record, dense: Record) -> float:
     return statistics.mean(record.nlls) - statistics.mean(dense.nlls)
 
 
-def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, command: str, summary: Path) -> None:
+def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, summary: Path) -> None:
     """The headline figures of every length; a bound needs two documents of a task."""
     for pooled in table["pooled"]:
         size = f"{pooled['tokens'] // 1024}k"
         origin = _origin(records, pooled["device"], pooled["tokens"])
-        shared: dict[str, Any] = {"command": command, "device": pooled["device"], "summary": summary, **origin}
+        shared: dict[str, Any] = {"device": pooled["device"], "summary": summary, **origin}
         names = pooled["counted_ruler"]
         ruler = [task for task in GROUPS["ruler"] if any(_is_cell(cell, pooled, task) for cell in table["cells"])]
         if ruler:
@@ -235,7 +235,6 @@ def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, comman
             bound=late["upper"],
             questions=late["questions"],
             tokens=late["tokens"],
-            command=command,
             device=late["device"],
             summary=summary,
             **_origin(records, late["device"], late["tokens"]),
@@ -247,12 +246,13 @@ def _is_cell(cell: Mapping[str, Any], pooled: Mapping[str, Any], task: str) -> b
 
 
 def _origin(records: Iterable[Record], device: str, tokens: int) -> dict[str, Any]:
-    """Versions, commit and date of the last of these records: a report may be made on another machine."""
+    """Command, versions, commit and date of the last of these records: a report may be made on another machine."""
     last = max(
         (record for record in records if record.key.device == device and record.key.tokens == tokens),
         key=lambda record: record.date,
     )
-    return {"versions": last.versions, "commit": last.commit, "date": last.date}
+    origin = {"command": last.command, "versions": last.versions, "date": last.date}
+    return origin | ({"commit": last.commit} if last.commit else {})
 
 
 def write(table: Mapping[str, Any], path: Path) -> None:

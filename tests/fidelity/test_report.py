@@ -34,6 +34,7 @@ def record(
         prefill_s=2.0,
         answer_s=1.0,
         in_prompt_scores=in_prompt or [],
+        command="python -m loadtests.fidelity --lengths 32768",
         versions={"torch": "2"},
         commit="abc",
         date="2026-01-01T00:00:00+00:00",
@@ -99,7 +100,7 @@ def test_headline_figures(tmp_path: Path) -> None:
     records = [record("exact", i, [1.0, 1.0]) for i in range(2)]
     records += [record("default", i, [0.5, 1.0], in_prompt=[1.0]) for i in range(2)]
     table = report.build(records)
-    report.write_summary(table, records, command="python -m loadtests.fidelity", summary=tmp_path / "summary.json")
+    report.write_summary(table, records, summary=tmp_path / "summary.json")
     entries = {entry["name"]: entry for entry in json.loads((tmp_path / "summary.json").read_text())}
     assert entries["worst_task_drop_bound_32k"]["value"] == 25.0
     assert entries["worst_task_drop_bound_32k"]["task"] == "vt"
@@ -108,6 +109,7 @@ def test_headline_figures(tmp_path: Path) -> None:
     assert entries["late_question_drop_points"]["value"] == 50.0
     assert entries["pooled_drop_32k"]["device"] == "a device"
     assert entries["pooled_drop_32k"]["commit"] == "abc"
+    assert entries["pooled_drop_32k"]["command"] == "python -m loadtests.fidelity --lengths 32768"
     text = report.printed(table)
     assert "vt" in text
     assert "25.0" in text
