@@ -32,7 +32,7 @@ RUN pip install --no-cache-dir -c constraints.txt '.[redis,otel]' \
 # --- packages of the worker: torch from PyPI brings its own CUDA libraries -----------------------------------------------
 FROM api-packages AS worker-packages
 RUN pip install --no-cache-dir -c constraints.txt torch==2.13.0 \
-    && pip install --no-cache-dir -c constraints.txt '.[worker,gpu,redis,otel]'
+    && pip install --no-cache-dir -c constraints.txt '.[worker,gpu,redis,otel,encryption]'
 
 # --- the API ---------------------------------------------------------------------------------------------------------------
 FROM base AS api

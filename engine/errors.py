@@ -8,6 +8,7 @@ EngineError
 ├── Cancelled             the caller withdrew the work between two steps
 └── KVError
     ├── KVCorrupt         stored bytes do not match their checksum (handled as a miss)
+    │   └── KVSealed      they are encrypted with a key that is not here (handled as a miss)
     ├── KVMissing         a segment that was promised is not there (evicted or corrupt)
     └── StorageFull       the cap or the disk has no room even after eviction
 """
@@ -53,6 +54,10 @@ class KVError(EngineError):
 
 class KVCorrupt(KVError):
     code = "kv_corrupt"
+
+
+class KVSealed(KVCorrupt):
+    code = "kv_sealed"
 
 
 class KVMissing(KVError):

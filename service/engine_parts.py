@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.interfaces import Engine, KVLayout
-from engine.kv_store import Counters, DiskLimits, LocalKVStore, SharedSettings, TieredKVStore, with_shared_tiers
+from engine.kv_store import (
+    Counters,
+    DiskLimits,
+    Keyring,
+    LocalKVStore,
+    SharedSettings,
+    TieredKVStore,
+    with_shared_tiers,
+)
 from engine.model_folder import resolve_model
 from engine.plan import plan
 from engine.resume import ResumeFolder
@@ -68,8 +76,14 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
         counters = Counters()
         metrics.watch_kv(counters.snapshot)
+        keyring = None if settings.kv_key_file is None else Keyring.load(settings.kv_key_file)
         store = LocalKVStore(
-            settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes, counters=counters
+            settings.data_dir / "kv",
+            layout,
+            limits,
+            host_bytes=settings.kv_host_bytes,
+            counters=counters,
+            keyring=keyring,
         )
         shared = SharedSettings(
             settings.kv_shared_dir,

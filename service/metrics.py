@@ -165,6 +165,9 @@ class Metrics:
         )
         self.kv_checksum_failures = counter("foreword_kv_checksum_failures", "Stored blocks that were found damaged")
         self.kv_read_errors = counter("foreword_kv_read_errors", "Stored blocks lost to an I/O error or a missing file")
+        self.kv_key_misses = counter(
+            "foreword_kv_key_misses", "Stored blocks encrypted with a key that is not in FOREWORD_KV_KEY_FILE"
+        )
         self.kv_write_errors = counter("foreword_kv_write_errors", "Writings and removals of KV that the disk refused")
         self.kv_index_errors = counter("foreword_kv_index_errors", "Uses of the KV store's index that the disk failed")
         self.kv_dead_sessions = counter(
@@ -206,6 +209,7 @@ class Metrics:
             "evictions": self.kv_evictions,
             "checksum_failures": self.kv_checksum_failures,
             "read_errors": self.kv_read_errors,
+            "key_misses": self.kv_key_misses,
             "write_errors": self.kv_write_errors,
             "index_errors": self.kv_index_errors,
             "dead_sessions": self.kv_dead_sessions,

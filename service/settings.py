@@ -56,6 +56,9 @@ class Settings(BaseSettings):
 
     kv_disk_bytes: int = Field(default=20 * GIB, ge=0, description="Cap of stored KV on disk")
     kv_host_bytes: int = Field(default=1 * GIB, ge=0, description="Cap of KV kept in host memory")
+    kv_key_file: Path | None = Field(
+        default=None, description="File of base64 keys that stored KV is encrypted with; none by default"
+    )
     kv_shared_dir: Path | None = Field(
         default=None, description="Folder of KV that workers of several machines share; none by default"
     )
@@ -92,6 +95,7 @@ class Settings(BaseSettings):
         return self.model_copy(
             update={
                 "shared_dir": shared,
+                "kv_key_file": None if self.kv_key_file is None else self.kv_key_file.expanduser().resolve(),
                 "kv_shared_dir": None if self.kv_shared_dir is None else self.kv_shared_dir.expanduser().resolve(),
                 "head_config": heads,
                 "data_dir": self.data_dir.expanduser().resolve(),

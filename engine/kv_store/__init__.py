@@ -8,6 +8,7 @@ from engine.kv_store.catalog import KVCatalog
 from engine.kv_store.counters import Counters
 from engine.kv_store.layout import layout_for
 from engine.kv_store.report import CacheEntry
+from engine.kv_store.sealing import Keyring
 from engine.kv_store.shared import SharedSettings, with_shared_tiers
 from engine.kv_store.space import DiskLimits
 from engine.kv_store.store import LocalKVStore
@@ -19,6 +20,7 @@ __all__ = [
     "Counters",
     "DiskLimits",
     "KVCatalog",
+    "Keyring",
     "LocalKVStore",
     "SharedSettings",
     "TieredKVStore",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.kv_store.copies import Copy
 from engine.kv_store.group_file import GroupFileReader
+from engine.kv_store.sealing import Keyring, Seal
 
 _NAME = re.compile(r"(?P<key>[0-9a-f]{64})-(?P<copy>[0-9a-f]{16})-(?P<group>\d{3,})\.(?P<kind>kv|tmp)")
 
@@ -28,8 +29,11 @@ class FoundFile:
 
 
 class BlockFolder:
+    """With `keyring` what is written is encrypted; without, what was encrypted can be checked, but not read."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.keyring: Keyring | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, copy: Copy, group: int) -> Path:
@@ -43,13 +47,17 @@ class BlockFolder:
         finally:
             os.close(fd)
 
-    def publish(self, copy: Copy, group: int, checksums: Sequence[bytes]) -> None:
+    def new_seal(self) -> Seal | None:
+        """For one file that is to be written; None: it is not encrypted."""
+        return None if self.keyring is None else self.keyring.new_seal()
+
+    def publish(self, copy: Copy, group: int, entries: Sequence[bytes], seal: Seal | None) -> None:
         """Complete a group's file, make it durable and give it its name. `sync` makes the name durable."""
         block, temporary = copy.block(group), self._temporary(copy, group)
         fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.ftruncate(fd, block.size_bytes)
-            _write_all(fd, 0, block.encode_header(checksums))
+            _write_all(fd, 0, block.encode_header(entries, seal))
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -65,7 +73,7 @@ class BlockFolder:
 
     def open(self, copy: Copy, group: int) -> GroupFileReader:
         """A published file, its header checked. Raises KVCorrupt, OSError."""
-        return GroupFileReader(self.path(copy, group), copy.block(group))
+        return GroupFileReader(self.path(copy, group), copy.block(group), self.keyring)
 
     def check(self, copy: Copy, group: int) -> None:
         """Read and check a whole published file. Raises KVCorrupt, OSError."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 # name → its labels, in order
 NAMES: Mapping[str, tuple[str, ...]] = {
     "checksum_failures": (),
+    "key_misses": (),  # blocks encrypted with a key that is not here
     "read_errors": (),  # blocks lost to an I/O error or a missing file
     "write_errors": (),  # writings and removals that the disk refused
     "index_errors": (),  # transactions and looks that the disk failed

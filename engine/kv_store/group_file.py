@@ -1,9 +1,10 @@
 """The file of one (segment, layer group): a 4 KiB header, then the layers, each starting on a 4 KiB boundary.
 
-Header, little endian: magic, format version, tokens [start, end), first layer, number of layers, bytes per token, the
-segment's key (which covers tenant, engine digest and all tokens up to `end`), one xxh3-128 a layer, zeros; the last 16
-bytes are the xxh3-128 of all before them. Every field is compared with what the reader expects, so a file put in
-another's place is as good as a damaged one.
+Header, little endian: magic, format version, header bytes, tokens [start, end), first layer, number of layers, bytes a
+token, the segment's key (which covers tenant, engine digest and all tokens up to `end`); in version 2, whose layers are
+encrypted, the key's id and a salt; one xxh3-128 a layer as it is stored, in version 2 each with the layer's tag; zeros;
+the last 16 bytes are the xxh3-128 of all before them. Every field is compared with what the reader expects, so a file
+put in another's place is as good as a damaged one.
 """
 
 import os
@@ -14,13 +15,15 @@ from pathlib import Path
 
 from xxhash import xxh3_128_digest
 
-from engine.errors import KVCorrupt
+from engine.errors import KVCorrupt, KVSealed
 from engine.interfaces import KVLayout
 from engine.kv_store.layout import ALIGNMENT, aligned, group_file_bytes, group_layers
+from engine.kv_store.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Keyring, Seal
 
 MAGIC = b"FWKVGRP\0"
-FORMAT_VERSION = 1
+PLAIN, SEALED = 1, 2  # format versions
 CHECKSUM_BYTES = 16
+MAX_SEALED_LAYERS = 120  # what a header has room for
 _FIXED = struct.Struct(
     "<8sIIQQIIQ32s"
 )  # magic, version, header bytes, start, end, first layer, layers, bytes/token, key
@@ -51,28 +54,63 @@ class GroupFile:
     def offset(self, layer: int) -> int:
         return ALIGNMENT + (layer - self.layers.start) * aligned(self.layer_bytes)
 
-    def encode_header(self, checksums: Sequence[bytes]) -> bytes:
-        """The 4 KiB header over one checksum a layer."""
-        fixed = self._fixed()
-        body = (fixed + b"".join(checksums)).ljust(ALIGNMENT - CHECKSUM_BYTES, b"\0")
+    def encode_layer(self, layer: int, data: bytes, keyring: Keyring | None, seal: Seal | None) -> tuple[bytes, bytes]:
+        """What is stored of a layer, and its entry in the header."""
+        if keyring is None or seal is None:
+            return data, xxh3_128_digest(data)
+        sealed, tag = keyring.seal(seal, layer, data, self._fixed(SEALED))
+        return sealed, xxh3_128_digest(sealed) + tag
+
+    def decode_layer(
+        self, layer: int, stored: bytes | memoryview, header: "Header", keyring: Keyring | None
+    ) -> bytes | None:
+        """Check what is stored of a layer; returns what it decrypts to, None where it is not encrypted.
+
+        Raises KVCorrupt, KVSealed.
+        """
+        self.check_layer(layer, stored, header)
+        if header.seal is None:
+            return None
+        if keyring is None:
+            raise KVSealed(f"sealed with key {header.seal.key_id.hex()}, and no key was given")
+        tag = header.entries[layer - self.layers.start][CHECKSUM_BYTES:]
+        return keyring.unseal(header.seal, layer, bytes(stored), tag, self._fixed(SEALED))
+
+    def check_layer(self, layer: int, stored: bytes | memoryview, header: "Header") -> None:
+        """Without opening it. Raises KVCorrupt."""
+        if xxh3_128_digest(stored) != header.entries[layer - self.layers.start][:CHECKSUM_BYTES]:
+            raise KVCorrupt(f"layer {layer} does not match its checksum")
+
+    def encode_header(self, entries: Sequence[bytes], seal: Seal | None = None) -> bytes:
+        """The 4 KiB header over one entry a layer."""
+        fixed = self._fixed(PLAIN) if seal is None else self._fixed(SEALED) + seal.key_id + seal.salt
+        body = (fixed + b"".join(entries)).ljust(ALIGNMENT - CHECKSUM_BYTES, b"\0")
         return body + xxh3_128_digest(body)
 
-    def decode_header(self, header: bytes) -> list[bytes]:
-        """The layers' checksums. Raises KVCorrupt if `header` is damaged or another block's."""
+    def decode_header(self, header: bytes) -> "Header":
+        """Raises KVCorrupt if `header` is damaged or another block's."""
         if len(header) != ALIGNMENT:
             raise KVCorrupt(f"header has {len(header)} bytes, expected {ALIGNMENT}")
         body, checksum = header[:-CHECKSUM_BYTES], header[-CHECKSUM_BYTES:]
         if xxh3_128_digest(body) != checksum:
             raise KVCorrupt("header does not match its checksum")
-        if body[: _FIXED.size] != self._fixed():
-            raise KVCorrupt(f"header is of another block: {_describe(body)}, expected {_describe(self._fixed())}")
-        table = body[_FIXED.size : _FIXED.size + len(self.layers) * CHECKSUM_BYTES]
-        return [table[i : i + CHECKSUM_BYTES] for i in range(0, len(table), CHECKSUM_BYTES)]
+        fixed, rest = body[: _FIXED.size], body[_FIXED.size :]
+        if fixed == self._fixed(PLAIN):
+            return Header(None, self._entries(rest, CHECKSUM_BYTES))
+        if fixed == self._fixed(SEALED):
+            key_id, salt = rest[:KEY_ID_BYTES], rest[KEY_ID_BYTES : KEY_ID_BYTES + SALT_BYTES]
+            return Header(
+                Seal(key_id, salt), self._entries(rest[KEY_ID_BYTES + SALT_BYTES :], CHECKSUM_BYTES + TAG_BYTES)
+            )
+        raise KVCorrupt(f"header is of another block: {_describe(body)}, expected {_describe(self._fixed(PLAIN))}")
 
-    def _fixed(self) -> bytes:
+    def _entries(self, table: bytes, size: int) -> list[bytes]:
+        return [table[i : i + size] for i in range(0, len(self.layers) * size, size)]
+
+    def _fixed(self, version: int) -> bytes:
         return _FIXED.pack(
             MAGIC,
-            FORMAT_VERSION,
+            version,
             ALIGNMENT,
             self.start,
             self.end,
@@ -81,6 +119,12 @@ class GroupFile:
             self.layout.bytes_per_token,
             bytes.fromhex(self.key),
         )
+
+
+@dataclass(frozen=True)
+class Header:
+    seal: Seal | None
+    entries: list[bytes]  # one a layer: checksum of what is stored, and the tag where it is sealed
 
 
 def _describe(body: bytes) -> str:
@@ -92,35 +136,40 @@ def _describe(body: bytes) -> str:
 class GroupFileReader:
     """Reads one group file; the header is checked when it is opened, each layer when it is read."""
 
-    def __init__(self, path: Path, block: GroupFile) -> None:
+    def __init__(self, path: Path, block: GroupFile, keyring: Keyring | None = None) -> None:
         """Raises KVCorrupt, OSError."""
-        self._block = block
+        self._block, self._keyring = block, keyring
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(self._fd).st_size
             if size != block.size_bytes:
                 raise KVCorrupt(f"file has {size} bytes, expected {block.size_bytes}")
-            self._checksums = block.decode_header(os.pread(self._fd, ALIGNMENT, 0))
+            self._header = block.decode_header(os.pread(self._fd, ALIGNMENT, 0))
         except BaseException:
             os.close(self._fd)
             raise
 
     def read_into(self, layer: int, buffer: memoryview) -> None:
-        """Fill `buffer` ([layer_bytes], bytes) with one layer and check it. Raises KVCorrupt, OSError."""
+        """Fill `buffer` ([layer_bytes], bytes) with one layer, checked and opened. Raises KVCorrupt, OSError."""
+        self._fill(layer, buffer)
+        opened = self._block.decode_layer(layer, buffer, self._header, self._keyring)
+        if opened is not None:
+            buffer[:] = opened
+
+    def check(self) -> None:
+        """Read and check every layer, without opening what is sealed. Raises KVCorrupt, OSError."""
+        buffer = memoryview(bytearray(self._block.layer_bytes))
+        for layer in self._block.layers:
+            self._fill(layer, buffer)
+            self._block.check_layer(layer, buffer, self._header)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _fill(self, layer: int, buffer: memoryview) -> None:
         offset, done = self._block.offset(layer), 0
         while done < len(buffer):
             count = os.preadv(self._fd, [buffer[done:]], offset + done)
             if count == 0:
                 raise KVCorrupt(f"file ends inside layer {layer}")
             done += count
-        if xxh3_128_digest(buffer) != self._checksums[layer - self._block.layers.start]:
-            raise KVCorrupt(f"layer {layer} does not match its checksum")
-
-    def check(self) -> None:
-        """Read and check every layer. Raises KVCorrupt, OSError."""
-        buffer = memoryview(bytearray(self._block.layer_bytes))
-        for layer in self._block.layers:
-            self.read_into(layer, buffer)
-
-    def close(self) -> None:
-        os.close(self._fd)

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.errors import KVCorrupt, KVMissing
+from engine.errors import KVCorrupt, KVMissing, KVSealed
 from engine.interfaces import KVLayout
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.buffers import BufferPool
@@ -99,6 +99,10 @@ class LocalReader:
         self.tier = "disk"
         try:
             data = self._read(copy, layer)
+        except KVSealed as error:
+            self._path.counters.add("key_misses")
+            self._condemn(copy, "sealed")
+            raise _missing(copy, layer, error) from error
         except KVCorrupt as error:
             self._path.counters.add("checksum_failures")
             self._condemn(copy, "corrupt")

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
-from xxhash import xxh3_128_digest
-
 from engine.chain import Segment
-from engine.errors import KVCorrupt, KVError, KVMissing, StorageFull
+from engine.errors import KVCorrupt, KVError, KVMissing, KVSealed, StorageFull
 from engine.interfaces import KVLayout, KVReader, KVWriter
 from engine.kv_store.counters import Counters
-from engine.kv_store.group_file import GroupFile
-from engine.kv_store.layout import ALIGNMENT, MAX_LAYERS_PER_GROUP, segment_file_bytes
+from engine.kv_store.group_file import MAX_SEALED_LAYERS, GroupFile, Header
+from engine.kv_store.layout import ALIGNMENT, segment_file_bytes
+from engine.kv_store.sealing import Keyring, Seal
 
 T = TypeVar("T")
 
@@ -48,12 +47,14 @@ class RedisKVStore:
         max_document_bytes: int = 64 * 1024**2,
         counters: Counters | None = None,
         clock: Callable[[], float] | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         """Does not connect yet. Raises ValueError for a URL of another kind."""
         import redis
 
         self.layout, self.counters = layout, counters or Counters()
         self._cap_bytes, self._max_document_bytes, self._clock = cap_bytes, max_document_bytes, clock
+        self.keyring = keyring
         self._redis_error = redis.RedisError
         timeouts = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
         self._client: Any = redis.Redis.from_url(url, **timeouts)
@@ -203,20 +204,23 @@ class _Stored:
     @property
     def blocks(self) -> list[GroupFile]:
         """The fewest headers that hold all layers' checksums."""
-        layout = replace(self.layout, layers_per_group=min(self.layout.num_layers, MAX_LAYERS_PER_GROUP))
+        layout = replace(self.layout, layers_per_group=min(self.layout.num_layers, MAX_SEALED_LAYERS))
         segment = self.segment
         return [GroupFile(segment.key, segment.start, segment.end, group, layout) for group in range(layout.num_groups)]
 
-    def encode_head(self, checksums: Sequence[bytes]) -> bytes:
-        return b"".join(block.encode_header(checksums[block.layers.start : block.layers.stop]) for block in self.blocks)
+    def block(self, layer: int) -> GroupFile:
+        return self.blocks[layer // MAX_SEALED_LAYERS]
 
-    def decode_head(self, head: bytes) -> list[bytes]:
-        """One checksum a layer. Raises KVCorrupt."""
+    def encode_head(self, entries: Sequence[bytes], seal: Seal | None) -> bytes:
+        blocks = self.blocks
+        return b"".join(block.encode_header(entries[block.layers.start : block.layers.stop], seal) for block in blocks)
+
+    def decode_head(self, head: bytes) -> list[Header]:
+        """One a block. Raises KVCorrupt."""
         headers = [head[at : at + ALIGNMENT] for at in range(0, len(head), ALIGNMENT)]
         if len(headers) != len(self.blocks):
             raise KVCorrupt(f"got {len(headers)} headers, expected {len(self.blocks)}")
-        decoded = zip(self.blocks, headers, strict=True)
-        return [checksum for block, header in decoded for checksum in block.decode_header(header)]
+        return [block.decode_header(header) for block, header in zip(self.blocks, headers, strict=True)]
 
 
 class RedisReader:
@@ -229,7 +233,7 @@ class RedisReader:
         self._ahead: tuple[int, Future[list[memoryview]]] | None = None
         self.tier: Literal["host", "disk", "shared"] = "shared"
         heads = store.get([item.head_name for item in stored]) if stored else []
-        self._checksums = [self._checked_head(item, head) for item, head in zip(stored, heads, strict=True)]
+        self._headers = [self._checked_head(item, head) for item, head in zip(stored, heads, strict=True)]
 
     def read_layer(self, layer: int) -> Sequence[memoryview]:
         """Raises KVMissing, OSError."""
@@ -256,20 +260,26 @@ class RedisReader:
         names = [item.part_names(layer) for item in self._stored]
         parts = iter(self._store.get([name for each in names for name in each]) if names else [])
         return [
-            self._checked(item, layer, [next(parts) for _ in each], checksums[layer])
-            for item, each, checksums in zip(self._stored, names, self._checksums, strict=True)
+            self._checked(item, layer, [next(parts) for _ in each], headers[layer // MAX_SEALED_LAYERS])
+            for item, each, headers in zip(self._stored, names, self._headers, strict=True)
         ]
 
-    def _checked(self, item: _Stored, layer: int, parts: Sequence[bytes | None], checksum: bytes) -> memoryview:
+    def _checked(self, item: _Stored, layer: int, parts: Sequence[bytes | None], header: Header) -> memoryview:
         there = [part for part in parts if part is not None]
         if len(there) < len(parts):
             raise self._lost(item, "read_errors", f"parts of layer {layer} are gone")
         data = there[0] if len(there) == 1 else b"".join(there)
-        if len(data) != item.layer_bytes or xxh3_128_digest(data) != checksum:
-            raise self._lost(item, "checksum_failures", f"layer {layer} does not match its checksum")
-        return memoryview(data)
+        if len(data) != item.layer_bytes:
+            raise self._lost(item, "checksum_failures", f"layer {layer} has {len(data)} bytes")
+        try:
+            opened = item.block(layer).decode_layer(layer, data, header, self._store.keyring)
+        except KVSealed as error:
+            raise self._lost(item, "key_misses", str(error)) from error
+        except KVCorrupt as error:
+            raise self._lost(item, "checksum_failures", str(error)) from error
+        return memoryview(data if opened is None else opened)
 
-    def _checked_head(self, item: _Stored, head: bytes | None) -> list[bytes]:
+    def _checked_head(self, item: _Stored, head: bytes | None) -> list[Header]:
         if head is None:
             raise self._lost(item, "read_errors", "its header is gone")
         try:
@@ -288,24 +298,26 @@ class RedisWriter:
 
     def __init__(self, store: RedisKVStore, writer: str, own: Sequence[_Stored], there: set[str]) -> None:
         self._store, self._writer, self._own, self._there = store, writer, own, there
-        self._checksums: list[list[bytes]] = [[] for _ in own]
+        self._entries: list[list[bytes]] = [[] for _ in own]  # of the headers
+        self._seals = [None if store.keyring is None else store.keyring.new_seal() for _ in own]
         self._closed = False
 
     def write_layer(self, layer: int, segment: int, data: memoryview) -> None:
         """Layers of a segment come in order. Raises ValueError, OSError."""
         if self._closed:
             raise ValueError("the writer is closed")
-        item, checksums = self._own[segment], self._checksums[segment]
+        item, entries = self._own[segment], self._entries[segment]
         if data.nbytes != item.layer_bytes:
             raise ValueError(f"got {data.nbytes} bytes for segment {segment}, expected {item.layer_bytes}")
         if item.segment.key in self._there:
             return
-        if layer != len(checksums):
-            raise ValueError(f"got layer {layer} of segment {segment}, expected layer {len(checksums)}")
-        whole = data.tobytes()
+        if layer != len(entries):
+            raise ValueError(f"got layer {layer} of segment {segment}, expected layer {len(entries)}")
+        seal = self._seals[segment]
+        whole, entry = item.block(layer).encode_layer(layer, data.tobytes(), self._store.keyring, seal)
         pieces = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]
         self._store.put(dict(zip(item.part_names(layer), pieces, strict=True)))
-        checksums.append(xxh3_128_digest(whole))
+        entries.append(entry)
         self._store.counters.add("written_bytes", amount=len(whole))
 
     def groups_done(self) -> int:
@@ -320,11 +332,12 @@ class RedisWriter:
         if self._closed:
             raise ValueError("the writer is closed")
         layout = self._store.layout
-        missing = [item for item, sums in self._written() if len(sums) < layout.num_layers]
-        if missing:
-            groups = min(len(sums) for _, sums in self._written()) // layout.layers_per_group
+        written = self._written()
+        least = min((len(entries) for _, entries, _ in written), default=layout.num_layers)
+        if least < layout.num_layers:
+            groups = least // layout.layers_per_group
             raise KVError(f"got {groups} of {layout.num_groups} layer groups, expected all at commit")
-        heads = {item.head_name: item.encode_head(sums) for item, sums in self._written()}
+        heads = {item.head_name: item.encode_head(entries, seal) for item, entries, seal in written}
         if heads:
             self._store.put(heads)
         self._closed = True
@@ -347,9 +360,9 @@ class RedisWriter:
     def _fresh(self) -> list[_Stored]:
         return [item for item in self._own if item.segment.key not in self._there]
 
-    def _written(self) -> list[tuple[_Stored, list[bytes]]]:
-        pairs = zip(self._own, self._checksums, strict=True)
-        return [(item, checksums) for item, checksums in pairs if item.segment.key not in self._there]
+    def _written(self) -> list[tuple[_Stored, list[bytes], Seal | None]]:
+        each = zip(self._own, self._entries, self._seals, strict=True)
+        return [written for written in each if written[0].segment.key not in self._there]
 
 
 def _keys(chain: Sequence[Segment]) -> list[str]:

@@ -12,7 +12,7 @@ from engine.kv_store.store import LocalKVStore
 from engine.kv_store.tiered import SharedTier, TieredKVStore
 
 # What a shared store counts and its machine shows as its own: damage is damage wherever it lies.
-_SHOWN = ("checksum_failures", "read_errors", "write_errors", "index_errors")
+_SHOWN = ("checksum_failures", "key_misses", "read_errors", "write_errors", "index_errors")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def with_shared_tiers(
 
     Raises OSError or KVError where the folder can't be used, ValueError for a URL of another kind.
     """
-    tiers = []
+    tiers, keyring = [], local.catalog.blocks.keyring
     if settings.redis_url is not None:
         redis = RedisKVStore(
             settings.redis_url,
@@ -49,11 +49,14 @@ def with_shared_tiers(
             cap_bytes=settings.redis_bytes,
             max_document_bytes=settings.redis_document_bytes,
             counters=_counters(local),
+            keyring=keyring,
         )
         tiers.append(SharedTier("redis", redis))
     if settings.folder is not None:
         limits = DiskLimits(settings.folder_bytes)
-        folder = LocalKVStore(settings.folder, local.layout, limits, counters=_counters(local), several_machines=True)
+        folder = LocalKVStore(
+            settings.folder, local.layout, limits, counters=_counters(local), several_machines=True, keyring=keyring
+        )
         tiers.append(SharedTier("directory", folder))
     return TieredKVStore(local, tiers, pending_folder, monotonic=monotonic)
 

@@ -16,11 +16,13 @@ from engine.kv_store.buffers import BufferPool, Bytes, plain_memory
 from engine.kv_store.catalog import Clock, KVCatalog
 from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
+from engine.kv_store.group_file import MAX_SEALED_LAYERS
 from engine.kv_store.host_cache import HostCache
 from engine.kv_store.index import lease_copies, stored_copies, touch
 from engine.kv_store.layout import check_layout, same_content
 from engine.kv_store.reader import LocalReader, ReadPath
 from engine.kv_store.reservation import Reservation
+from engine.kv_store.sealing import Keyring
 from engine.kv_store.space import DiskLimits
 from engine.kv_store.writer import LocalWriter
 
@@ -33,7 +35,7 @@ class LocalKVStore:
     `host_bytes` caps the host-memory tier, `readahead_bytes` what a reader fetches ahead, `write_buffer_bytes` what
     waits for the disk in a writer, `io_threads` how many requests the disk gets at once. `allocate` gives the memory
     that layers are read into. `several_machines`: the folder lies on a file system that they share, whose locks
-    work between them.
+    work between them. `keyring`: what is written is encrypted.
     """
 
     def __init__(
@@ -52,9 +54,14 @@ class LocalKVStore:
         allocate: Callable[[int], Bytes] = plain_memory,
         open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
         several_machines: bool = False,
+        keyring: Keyring | None = None,
     ) -> None:
         """Raises ValueError for an impossible layout, OSError, KVError."""
         check_layout(layout)
+        if keyring is not None and min(layout.layers_per_group, layout.num_layers) > MAX_SEALED_LAYERS:
+            raise ValueError(
+                f"got {layout.layers_per_group} layers a file, at most {MAX_SEALED_LAYERS} can be encrypted"
+            )
         self.layout = layout
         self.catalog = KVCatalog(
             folder,
@@ -65,6 +72,7 @@ class LocalKVStore:
             open_blocks=open_blocks,
             several_machines=several_machines,
         )
+        self.catalog.blocks.keyring = keyring
         self.counters = self.catalog.counters
         self._io_threads = io_threads
         self._write_buffer_bytes = write_buffer_bytes

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from xxhash import xxh3_128_digest
-
 from engine.errors import KVError, StorageFull
 from engine.interfaces import KVLayout
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
+from engine.kv_store.sealing import Seal
 
 log = logging.getLogger("foreword.kv_store")
 
@@ -27,7 +26,8 @@ class SegmentInWriting:
     copy: Copy | None
     groups: int  # published, counted from 0 without a gap
     next_layer: int = 0  # that the caller must hand over
-    checksums: list[bytes] = field(default_factory=list)  # of the group being written
+    entries: list[bytes] = field(default_factory=list)  # in the header of the group being written
+    seal: Seal | None = None  # of that group's file
 
     @property
     def written_bytes(self) -> int:
@@ -211,12 +211,15 @@ class LocalWriter:
         segment, copy = piece.segment, piece.segment.copy
         assert copy is not None
         block = copy.block(piece.layer // self._layout.layers_per_group)
-        self._blocks.write(copy, block.group, block.offset(piece.layer), piece.data)
-        segment.checksums.append(xxh3_128_digest(piece.data))
+        if piece.layer == block.layers.start:
+            segment.seal = self._blocks.new_seal()
+        stored, entry = block.encode_layer(piece.layer, piece.data, self._blocks.keyring, segment.seal)
+        self._blocks.write(copy, block.group, block.offset(piece.layer), stored)
+        segment.entries.append(entry)
         if piece.layer != block.layers[-1]:
             return
-        self._blocks.publish(copy, block.group, segment.checksums)
-        segment.checksums.clear()
+        self._blocks.publish(copy, block.group, segment.entries, segment.seal)
+        segment.entries.clear()
         self._counters.add("written_bytes", amount=block.size_bytes)
         with self._condition:
             segment.groups += 1

@@ -256,7 +256,7 @@ class AnswerJob:
         if self._prefills:
             return self._prefills[0][1].cached_tokens
         if self._payload["waited"] and (record := self._record()) is not None:
-            return record.cached_tokens  # what its upload's prefill was spared
+            return record.cached_tokens or 0  # what its upload's prefill was spared
         return answer.prompt_tokens - len(self._payload["question"])
 
     def _record(self) -> PrefillRecord | None:
