@@ -139,11 +139,12 @@ class CudaRows:
             run.append(segment)
         yield run
 
-    def _kind(self, segment: Segment) -> tuple[bool, int]:
-        """Whether the segment goes through `attend_run`, and how many rows it samples."""
+    def _kind(self, segment: Segment) -> tuple[int, int]:
+        """Rows of a row block and how many of them are sampled; (0, 0) where the segment doesn't go by `attend_run`."""
         settings = self._settings
-        together = settings.policy == "adaptive" and segment.end > settings.crossover_tokens
-        return together, settings.sampled_rows_at(segment.end) if together else 0
+        if settings.policy != "adaptive" or segment.end <= settings.crossover_tokens:
+            return 0, 0
+        return settings.row_block_at(segment.end), settings.sampled_rows_at(segment.end)
 
     def _wait_for_room(self) -> None:
         while len(self._in_flight) >= _RUNS_AHEAD:
@@ -202,10 +203,11 @@ class CudaRows:
         """About what a run needs beside its buffers at one time: the larger of the linears' and the choice's."""
         spec, settings = self._model.spec, self._settings
         linears = SEGMENT_TOKENS * (3 * spec.intermediate + 4 * spec.hidden) * self._model.dtype.itemsize
-        if not self._kind(run[0])[0]:
+        row_block, _ = self._kind(run[0])
+        if not row_block:
             return linears
         key_blocks = -(-run[-1].end // settings.key_block)
-        lists = len(run) * SEGMENT_TOKENS // settings.row_block * spec.kv_heads
+        lists = len(run) * SEGMENT_TOKENS // row_block * spec.kv_heads
         guard_rows = len(run) * spec.heads * 2 * settings.guard_rows
         return max(linears, key_blocks * (lists * _BYTES_A_LIST + guard_rows * _BYTES_A_GUARD_ROW))
 
@@ -229,11 +231,13 @@ class CudaRows:
         return self._kv_format.pack(new, self._kv[:, :, segment.start : segment.end])
 
     def _attend(self, layer: int, run: list[Segment], q: torch.Tensor, out: torch.Tensor) -> None:
-        if self._kind(run[0])[0]:
+        row_block, _ = self._kind(run[0])
+        if row_block:
             choice, guard = self._sampled_rows(run, layer)
             start, end = run[0].start, run[-1].end
             keys, values = self._kv[0, :, :end], self._kv[1, :, :end]
-            attend_run(RunTask(layer, start, q, keys, values, out, choice, guard), self._settings, self._run_report)
+            run_task = RunTask(layer, start, q, keys, values, out, choice, guard, row_block)
+            attend_run(run_task, self._settings, self._run_report)
             return
         for segment in run:
             rows = slice(segment.start - run[0].start, segment.end - run[0].start)
@@ -268,6 +272,5 @@ class CudaRows:
     def _draw(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         spec, settings = self._model.spec, self._settings
         seeds = [segment_seed(segment, layer) for layer in range(spec.num_layers)]
-        samples = settings.sampled_rows_at(segment.end)
-        choice, guard = draw_rows(settings, spec.heads, samples, segment.num_tokens, seeds)
+        choice, guard = draw_rows(settings, spec.heads, end=segment.end, rows=segment.num_tokens, seeds=seeds)
         return torch.from_numpy(choice).to(self._device), torch.from_numpy(guard).to(self._device)

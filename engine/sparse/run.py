@@ -39,6 +39,7 @@ class RunTask:
     out: torch.Tensor  # [rows, heads, head_dim], written
     choice_rows: torch.Tensor  # [segments, heads, samples] int32: offsets in a row block
     guard_rows: torch.Tensor  # [segments, heads, 2, count] int32: rows of the segment; the guard's and the witnesses'
+    row_block: int  # rows that share a list
 
     @property
     def rows(self) -> int:
@@ -50,14 +51,15 @@ class RunTask:
 
 
 def draw_rows(
-    settings: SparseSettings, heads: int, samples: int, rows: int, seeds: list[int]
+    settings: SparseSettings, heads: int, *, end: int, rows: int, seeds: list[int]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The sampled rows of one segment of `rows` rows in as many layers as there are seeds.
+    """The sampled rows of one segment of `rows` rows that ends at `end`, in as many layers as there are seeds.
 
     Returns (choice [layers, heads, samples], guard and witness [layers, heads, 2, count]); no guard row is one that
     chooses. As engine.sparse.sampling draws them, for all layers at once.
     """
-    layers, block, count = len(seeds), settings.row_block, settings.guard_rows
+    layers, block, count = len(seeds), settings.row_block_at(end), settings.guard_rows
+    samples = settings.sampled_rows_at(end)
     random = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
     stride, head = block // samples, np.arange(heads)
     shift = np.array([generator.integers(stride) for generator in random])
@@ -127,10 +129,10 @@ class _Run:
         self._device = task.q.device
         self._kv_heads, end = task.k.shape[:2]
         self._group = task.q.shape[1] // self._kv_heads
-        self._per_segment = SEGMENT_TOKENS // settings.row_block
-        row_blocks = -(-task.rows // settings.row_block)
-        starts = torch.arange(row_blocks, device=self._device) * settings.row_block
-        ends = (starts + settings.row_block).clamp(max=task.rows)
+        self._per_segment = SEGMENT_TOKENS // task.row_block
+        row_blocks = -(-task.rows // task.row_block)
+        starts = torch.arange(row_blocks, device=self._device) * task.row_block
+        ends = (starts + task.row_block).clamp(max=task.rows)
         self._row_counts = ends - starts
         self._causal = -(-(ends + task.start) // settings.key_block)  # key blocks that a row block sees
         self._row_blocks, self._key_blocks = row_blocks, -(-end // settings.key_block)
@@ -141,7 +143,7 @@ class _Run:
             task.q,
             task.k,
             task.choice_rows.repeat_interleave(self._per_segment, 0)[: self._row_blocks],
-            row_block=settings.row_block,
+            row_block=task.row_block,
             key_block=settings.key_block,
             row_offset=task.start,
         )
@@ -151,7 +153,7 @@ class _Run:
             task.q,
             task.k,
             task.v,
-            lists_from_mask(mask, row_block=settings.row_block, key_block=settings.key_block),
+            lists_from_mask(mask, row_block=task.row_block, key_block=settings.key_block),
             row_offset=task.start,
             out=task.out,
         )
@@ -162,7 +164,7 @@ class _Run:
         return select_mask(
             masses,
             target=target,
-            row_block=settings.row_block,
+            row_block=self._task.row_block,
             key_block=settings.key_block,
             row_offset=self._task.start,
             sink_blocks=settings.sink_blocks,
@@ -194,7 +196,7 @@ class _Run:
         segments, _, _, count = task.guard_rows.shape
         rows = task.guard_rows[:, :, draw].view(segments, self._kv_heads, self._group, count).transpose(0, 1)
         segment = torch.arange(segments, device=self._device)[:, None, None]
-        block = rows.long() // self._settings.row_block + segment * self._per_segment
+        block = rows.long() // self._task.row_block + segment * self._per_segment
         head = torch.arange(self._kv_heads, device=self._device)[:, None, None, None]
         kept = (masses * mask[block, head]).sum(-1)  # [kv_heads, segments, group, count]
         return kept.transpose(0, 1).flatten(2)

@@ -11,7 +11,8 @@ Policy = Literal["dense", "a_shape", "vertical_slash", "block_sparse", "adaptive
 POLICIES: tuple[Policy, ...] = ("dense", "a_shape", "vertical_slash", "block_sparse", "adaptive")
 
 # Raised whenever the choice of blocks changes for equal settings.
-POLICY_VERSION = 5
+POLICY_VERSION = 6
+_LARGEST_ROW_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class SparseSettings:
     row_block: int = 256
     key_block: int = 64
     sampled_rows: int = 8  # of each row block and head, exact, for the choice of blocks
-    sampled_rows_until: int | None = (
-        None  # from this position on half as many, from its double a quarter, …; at least 1
-    )
+    # A GPU's sampling stays linear in the length: from this position on half as many rows, from its double a quarter, …
+    # at least 1; where that isn't enough, row blocks grow.
+    sampled_rows_until: int | None = None
     guard_rows: int = 64  # of each segment and head, fresh, for the measured recall
     sink_blocks: int = 1
     local_blocks: int = 4
@@ -53,6 +54,13 @@ class SparseSettings:
             count, until = count // 2, until * 2
         return count
 
+    def row_block_at(self, end: int) -> int:
+        """Rows that share a list where `sampled_rows_until` is set: twice as many each time the position quadruples."""
+        block, until = self.row_block, None if self.sampled_rows_until is None else 2 * self.sampled_rows_until
+        while until is not None and end > until and block < _LARGEST_ROW_BLOCK:
+            block, until = block * 2, until * 4
+        return block
+
     def canonical(self) -> str:
         """One line that is equal exactly when KV is."""
         values = {name: value for name, value in asdict(self).items() if name != "head_config"}
@@ -70,7 +78,8 @@ def default_settings(device_type: str) -> SparseSettings:
     return SparseSettings(
         key_block=128,
         local_blocks=2,
-        sampled_rows=4,
+        row_block=128,
+        sampled_rows=2,
         sampled_rows_until=131_072,
         guard_rows=8,
         corrections=3,

@@ -39,14 +39,18 @@ def attended(
 ) -> tuple[torch.Tensor, AttentionReport]:
     q, k, v = heads
     out, report, run_report = torch.full_like(q, torch.nan), AttentionReport(), RunReport()
-    drawn = [draw_rows(settings, HEADS, 4, rows, [100 + index]) for index, rows in enumerate(SEGMENTS)]
+    drawn = [
+        draw_rows(settings, HEADS, end=9000, rows=rows, seeds=[100 + index]) for index, rows in enumerate(SEGMENTS)
+    ]
     starts = [sum(SEGMENTS[:index]) for index in range(len(SEGMENTS))]
     runs = [range(len(SEGMENTS))] if together else [range(index, index + 1) for index in range(len(SEGMENTS))]
     for run in runs:
         first, last = starts[run[0]], starts[run[-1]] + SEGMENTS[run[-1]]
         choice, guard = (torch.from_numpy(part).float().int() for part in map_rows(drawn, run))
         start, end = SEGMENT_TOKENS + first, SEGMENT_TOKENS + last
-        task = RunTask(1, start, q[first:last], k[:, :end], v[:, :end], out[first:last], choice, guard)
+        task = RunTask(
+            1, start, q[first:last], k[:, :end], v[:, :end], out[first:last], choice, guard, settings.row_block
+        )
         attend_run(task, settings, run_report)
     run_report.read_into(report)
     return out, report
@@ -88,8 +92,8 @@ def test_strict_goes_dense_where_the_target_is_missed(heads: tuple[torch.Tensor,
 
 
 def test_guard_rows_never_choose() -> None:
-    choice, guard = draw_rows(SETTINGS, HEADS, 4, SEGMENT_TOKENS, [1, 2, 3])
-    assert choice.shape == (3, HEADS, 4)
+    choice, guard = draw_rows(SETTINGS, HEADS, end=9000, rows=SEGMENT_TOKENS, seeds=[1, 2, 3])
+    assert choice.shape == (3, HEADS, SETTINGS.sampled_rows)
     assert guard.shape == (3, HEADS, 2, SETTINGS.guard_rows)
     assert not (guard[..., None] % SETTINGS.row_block == choice[:, :, None, None, :]).any()
     assert guard.min() >= 0
@@ -98,7 +102,9 @@ def test_guard_rows_never_choose() -> None:
 
 def test_fewer_rows_are_sampled_the_longer_the_past() -> None:
     settings = default_settings("cuda")
-    assert [settings.sampled_rows_at(end) for end in (4096, 131_072, 131_073, 262_145, 1 << 20)] == [4, 4, 2, 1, 1]
+    ends = (4096, 131_072, 131_073, 262_144, 262_145, 1 << 20, (1 << 20) + 1, 1 << 22)
+    assert [settings.sampled_rows_at(end) for end in ends] == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert [settings.row_block_at(end) for end in ends] == [128, 128, 128, 128, 256, 256, 512, 512]
     assert SparseSettings().sampled_rows_at(1 << 20) == SparseSettings().sampled_rows
 
 
