@@ -13,7 +13,7 @@ from engine.chain import TokenIds
 from engine.device import device_type
 from engine.engine import LocalEngine, open_engine
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, PrefillRequest, PrefillResult, SamplingParams
-from engine.kv_store import DiskLimits, LocalKVStore
+from engine.kv_store import DiskLimits, Keyring, LocalKVStore
 from engine.model_folder import resolve_model
 from engine.sparse.settings import chosen_settings
 from service.ingest import IngestLimits, IngestOptions, Kind, Source, ingest
@@ -56,7 +56,9 @@ def ask_command(
 def _open(folder: Path, settings: Settings, stores: list[LocalKVStore]) -> LocalEngine:
     def open_store(layout: KVLayout) -> LocalKVStore:
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
-        stores.append(LocalKVStore(settings.data_dir / "kv", layout, limits, host_bytes=settings.kv_host_bytes))
+        keyring = None if settings.kv_key_file is None else Keyring.load(settings.kv_key_file)
+        kv = settings.data_dir / "kv"
+        stores.append(LocalKVStore(kv, layout, limits, host_bytes=settings.kv_host_bytes, keyring=keyring))
         return stores[0]
 
     return open_engine(

@@ -30,7 +30,7 @@ from engine.kv_store.layout import segment_file_bytes
 from loadtests.kv_documents import chain_of, read, write
 from loadtests.results import write_entry
 
-COMMAND = "python -m loadtests.kv_soak"
+COMMAND = " ".join(["python -m loadtests.kv_soak", *sys.argv[1:]])
 LAYOUT = KVLayout(num_layers=4, bytes_per_token=16, layers_per_group=2)
 CAPS_WRITTEN = 22  # all documents together, as a multiple of the cap
 SHARED_TOKENS = 4096  # that every third document begins with
