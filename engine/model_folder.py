@@ -6,6 +6,8 @@ from pathlib import Path
 
 from engine import default_model
 from engine.errors import ModelError
+from engine.spec import load_spec
+from engine.weight_names import check_names
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NEEDED = ("config.json", "tokenizer.json")
@@ -28,6 +30,18 @@ def resolve_model(model: str, *, cache_dir: Path, weights: bool = True) -> Path:
     return folder.resolve()
 
 
+def trained_tokens(model: str) -> int | None:
+    """The longest text that `model` was measured on; None where that is the number of its positions."""
+    return default_model.TRAINED_TOKENS if model == "default" else None
+
+
+def length_warning(num_tokens: int, trained: int | None) -> str | None:
+    """What is to be said of a text that is longer than what its model was trained for, or None."""
+    if trained is None or num_tokens <= trained:
+        return None
+    return f"{num_tokens} tokens are more than the {trained} that this model was trained for: answers may be worse"
+
+
 def _hub_folder(model: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -44,6 +58,8 @@ def _check(folder: Path, *, weights: bool) -> None:
         missing += _missing_weights(folder)
     if missing:
         raise ModelError(f"the model folder {folder} is incomplete: {', '.join(missing)} missing")
+    if weights:
+        check_names(folder, load_spec(folder))
 
 
 def _missing_weights(folder: Path) -> list[str]:

@@ -92,7 +92,8 @@ def spec_from_config(config: dict[str, Any], *, eos_ids: int | list[int] | None 
     """The spec of a transformers config as a dictionary. `eos_ids` (of generation_config.json) wins over its own."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ModelError(f"unknown model family {family!r}; expected one of {', '.join(FAMILIES)}")
+        modules = ", ".join(map(str, config.get("architectures") or ())) or "no architecture"
+        raise ModelError(f"unknown model family {family!r} ({modules}); expected one of {', '.join(FAMILIES)}")
     _refuse_unsupported(config, family)
     try:
         heads = int(config["num_attention_heads"])

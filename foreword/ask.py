@@ -14,7 +14,7 @@ from engine.device import device_type
 from engine.engine import LocalEngine, open_engine
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, PrefillRequest, PrefillResult, SamplingParams
 from engine.kv_store import DiskLimits, Keyring, LocalKVStore
-from engine.model_folder import resolve_model
+from engine.model_folder import length_warning, resolve_model, trained_tokens
 from engine.sparse.settings import chosen_settings
 from service.ingest import IngestLimits, IngestOptions, Kind, Source, ingest
 from service.prompt import Message, PromptFormat
@@ -38,6 +38,8 @@ def ask_command(
     try:
         name, document = _read(path, kind, folder / "tokenizer.json", settings)
         prompt = prompts.chat_prompt([Message("user", question)], [document])
+        if warning := length_warning(len(prompt.prefix_ids), trained_tokens(settings.model)):
+            _console.print(f"warning: {warning}", highlight=False)
         salt = tenant_salt(load_secret(settings.data_dir), _TENANT)
         read = _prefill(engine, prompt.prefix_ids, salt=salt, name=name, fidelity=fidelity)
         request = AnswerRequest(

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.interfaces import Fidelity
-from engine.model_folder import resolve_model
+from engine.model_folder import length_warning, resolve_model, trained_tokens
 from engine.plan import Plan, plan
 from engine.spec import load_spec
 from service.settings import Settings
@@ -30,6 +30,8 @@ def plan_command(
     console.print(_table(made, model, fidelity))
     if gpu_memory_gib is not None:
         console.print("The times are those of the CPU engine.")
+    if warning := length_warning(tokens, trained_tokens(model)):
+        console.print(f"warning: {warning}", soft_wrap=True)
     for problem in made.problems:
         console.print(f"does not fit: {problem}")
     raise SystemExit(0 if made.fits else 1)

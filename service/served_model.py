@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.model_folder import trained_tokens
 from service.prompt import PromptFormat
 from service.tokenizer import read_json
 
@@ -19,6 +20,7 @@ class ServedModel:
     max_positions: int
     created_at: int  # unix seconds: of the model folder
     prompts: PromptFormat
+    trained_tokens: int | None = None  # fewer than max_positions: longer documents come with a warning
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "ServedModel":
@@ -37,6 +39,7 @@ class ServedModel:
             max_positions=max_positions,
             created_at=int((folder / "config.json").stat().st_mtime),
             prompts=PromptFormat.load(folder),
+            trained_tokens=trained_tokens(name),
         )
 
     def view(self) -> dict[str, Any]:

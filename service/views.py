@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.model_folder import length_warning
 from service.dependencies import Services
 from service.documents.base import DocumentRecord, FileRecord, Json, PrefillRecord
 from service.intake import has_expired
@@ -73,13 +74,19 @@ def document_views(services: Services, files: Sequence[FileRecord]) -> list[dict
             prefill := prefills.get(prefill_id(file)),
             jobs.get(_job_id(file, prefills) or ""),
             _kv(prefill, kept, digests),
+            services.model.trained_tokens,
         )
         for file in files
     ]
 
 
 def _document_view(
-    file: FileRecord, document: DocumentRecord | None, prefill: PrefillRecord | None, job: Job | None, kv: Json
+    file: FileRecord,
+    document: DocumentRecord | None,
+    prefill: PrefillRecord | None,
+    job: Job | None,
+    kv: Json,
+    trained_tokens: int | None,
 ) -> dict[str, Any]:
     state = _state(file, prefill)
     stages = dict(document.stage_seconds) if document else {}
@@ -105,6 +112,7 @@ def _document_view(
         "eta_s": job.detail.get("eta_s") if job and running else None,
         "detail": dict(job.detail) if job and running else {},
         "error": _error(file, prefill),
+        "warnings": _warnings(document, trained_tokens),
         "stage_seconds": stages,
         "num_tokens": document.num_tokens if document else None,
         "content_hash": document.content_hash if document else None,
@@ -121,6 +129,11 @@ def _document_view(
         "kv_ttl_s": file.kv_ttl_s,
         "pin": file.pinned,
     }
+
+
+def _warnings(document: DocumentRecord | None, trained_tokens: int | None) -> list[dict[str, str]]:
+    message = length_warning(document.num_tokens, trained_tokens) if document else None
+    return [] if message is None else [{"code": "longer_than_trained", "message": message}]
 
 
 def recall_view(services: Services, file: FileRecord, document: DocumentRecord) -> dict[str, Any]:

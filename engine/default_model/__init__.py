@@ -6,4 +6,7 @@ seconds; what the API process and `foreword ingest` use) and `model_folder` (nee
 
 from engine.default_model.cache import model_folder, tokenizer_folder
 
-__all__ = ["model_folder", "tokenizer_folder"]
+__all__ = ["TRAINED_TOKENS", "model_folder", "tokenizer_folder"]
+
+# What its adapter was measured on (docs/model.md). Its positions reach further.
+TRAINED_TOKENS = 65_536

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from engine import default_model
 from engine.errors import ModelError
 from engine.interfaces import AnswerRequest, SamplingParams
-from engine.model_folder import resolve_model
+from engine.model_folder import length_warning, resolve_model, trained_tokens
 from engine.spec import load_spec
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -154,6 +154,17 @@ def test_folders_that_will_not_do_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelError, match="not a safetensors index"):
         resolve_model(str(tmp_path), cache_dir=tmp_path)
+
+
+def test_texts_longer_than_what_was_trained_come_with_both_numbers() -> None:
+    assert trained_tokens("Qwen/Qwen2.5-0.5B-Instruct") is None
+    assert length_warning(10**6, None) is None
+    trained = trained_tokens("default")
+    assert trained == 65_536
+    assert length_warning(trained, trained) is None
+    warning = length_warning(trained + 1, trained)
+    assert warning is not None
+    assert warning.startswith("65537 tokens are more than the 65536 ")
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

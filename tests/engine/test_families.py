@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import SHAPE, OpenEngine, prefill_request, random_tokens, run, save_model
 from transformers import GlmConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from engine.errors import ModelError
 from engine.interfaces import AnswerRequest, SamplingParams
 from engine.model import load_model
+from engine.model_folder import resolve_model
 from engine.spec import load_spec, spec_from_config
 
 LLAMA3_ROPE = {
@@ -130,3 +132,29 @@ def test_damaged_folders_say_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(ModelError, match="cannot read the weights"):
         load_model(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_own_weights_are_known(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, FAMILIES[family](), shard="100KB" if family == "qwen3" else "1GB")
+    assert resolve_model(str(tmp_path), cache_dir=tmp_path) == tmp_path.resolve()
+
+
+def test_modules_that_are_not_computed_are_refused_by_name(tmp_path: Path) -> None:
+    save_model(tmp_path, LlamaConfig(**SHAPE))
+    weights = load_file(tmp_path / "model.safetensors")
+    extra = {"self_attn.q_proj.bias": weights["model.norm.weight"], "mlp.experts.0.up_proj.weight": torch.ones(2)}
+    weights |= {f"model.layers.1.{name}": tensor.clone() for name, tensor in extra.items()}
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)  # of old checkpoints: computed anew
+    save_file(weights, tmp_path / "model.safetensors")
+    message = (
+        r"know model\.layers\.1\.self_attn\.q_proj\.bias, model\.layers\.1\.mlp\.experts\.0\.up_proj\.weight, which"
+    )
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(tmp_path), cache_dir=tmp_path)
+
+
+def test_an_unknown_family_is_named_with_its_modules() -> None:
+    config = {**SHAPE, "model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+    with pytest.raises(ModelError, match=r"'mamba' \(MambaForCausalLM\); expected one of llama"):
+        spec_from_config(config)

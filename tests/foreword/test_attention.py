@@ -1,5 +1,6 @@
 """`attn_implementation="foreword"`: equal to SDPA where it is dense, near it where it is sparse, SDPA for the rest."""
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
+    LlamaModel,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -83,11 +85,15 @@ def logits(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
     return found
 
 
+# What transformers calls the cache's argument: older versions say `past_key_values`.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
 def in_chunks(model: Any, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Logits of all rows, prefilled piece by piece into one cache."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        return torch.cat([model(piece, cache=cache).logits for piece in ids.split(sizes, 1)], 1)
+        return torch.cat([model(piece, **{CACHE: cache}).logits for piece in ids.split(sizes, 1)], 1)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -165,7 +171,7 @@ def test_prefilled_cache_is_transformers_own(folders: dict[str, Path]) -> None:
     caches = []
     for model in (load(folders["qwen3"], crossover_tokens=0), load(folders["qwen3"], "sdpa")):
         cache = DynamicCache(config=model.config)
-        logits(model, ids, cache=cache)
+        logits(model, ids, **{CACHE: cache})
         caches.append(cache)
     ours, theirs = caches
     assert ours.get_seq_length() == 2000
@@ -206,7 +212,9 @@ def test_padding_on_the_left_equals_each_text_alone(
     for size in chunks:
         first, last = last, last + size
         positions = (there.cumsum(1) - 1).clamp(min=0)[:, first:last]
-        part = logits(model, ids[:, first:last], attention_mask=there[:, :last], position_ids=positions, cache=cache)
+        part = logits(
+            model, ids[:, first:last], attention_mask=there[:, :last], position_ids=positions, **{CACHE: cache}
+        )
         parts.append(part)
     padded = torch.cat(parts, 1)
     assert warned(caplog) == []
@@ -320,7 +328,7 @@ def test_static_cache_larger_than_the_text(folders: dict[str, Path], caplog: pyt
     ids = random_ids(2, 700)
     expected = logits(oracle, ids)
     cache = StaticCache(config=model.config, max_cache_len=1000)
-    parts = [logits(model, piece, cache=cache) for piece in ids.split([400, 300], 1)]
+    parts = [logits(model, piece, **{CACHE: cache}) for piece in ids.split([400, 300], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
     assert warned(caplog) == []
 

@@ -97,6 +97,9 @@ def test_plan_says_both_numbers_where_it_does_not_fit(data_dir: Path) -> None:
     fits = run("plan", "--tokens", "20000", data_dir=data_dir)
     assert fits.returncode == 0
     assert "prefill" in fits.stdout
+    assert "warning" not in fits.stdout
+    unproven = run("plan", "--tokens", "70000", data_dir=data_dir)
+    assert "70000 tokens are more than the 65536 that this model was trained for" in unproven.stdout
     too_long = run("plan", "--tokens", "600000", data_dir=data_dir)
     assert too_long.returncode == 1
     assert "600000" in too_long.stdout

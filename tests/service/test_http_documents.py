@@ -75,7 +75,7 @@ def test_state_progress_and_figures(client: OpenAI, server: Server, http: httpx.
     server.worker.prefill_gate.set()
     ready = until(http, file_id, "ready")
     assert (ready["object"], ready["progress"], ready["eta_s"], ready["error"]) == ("document", 1.0, None, None)
-    assert ready["num_tokens"] == 8
+    assert (ready["num_tokens"], ready["warnings"]) == (8, [])
     assert (ready["density"], ready["recall"]["worst"], ready["cold_ttft_s"]) == (0.4, 0.8, 0.5)
     assert ready["stage_seconds"].keys() == {"upload", "ingest", "prefill"}
     assert (ready["kv"], ready["kv_bytes"]) == ("stored", {"disk": 4096, "host": 0})
