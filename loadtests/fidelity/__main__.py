@@ -82,7 +82,7 @@ def evaluate(options: argparse.Namespace, records: RecordFile, *, command: str) 
         prompts = PromptFormat.load(model)
         maker = DocumentMaker(lambda text: len(prompts.tokenizer.encode(text)), options.contracts)
         # Before the engine: forked workers inherit neither its threads nor a device.
-        with document_makers(maker, options.workers) as make:
+        with document_makers(maker, sorted({place[0] for place in plan(options)}), options.workers) as make:
             engines = Engines(model, folder, device=options.device, dtype=options.dtype, threads=options.threads)
             evaluation = Evaluation(engines, prompts, in_prompt_questions=options.in_prompt, command=command)
             measure_missing(evaluation, make, records, options, deadline)
@@ -135,14 +135,14 @@ def plan(options: argparse.Namespace) -> Iterator[Place]:
 
 
 @contextmanager
-def document_makers(maker: DocumentMaker, workers: int) -> Iterator[MakeDocuments]:
+def document_makers(maker: DocumentMaker, tasks: Sequence[str], workers: int) -> Iterator[MakeDocuments]:
     """Makes each job's document, or says why there is none; `workers` processes make them ahead of their use."""
     global _maker
     _maker = maker
-    maker.load()
     if workers == 0:
         yield partial(map, _make)
         return
+    maker.load(tasks)
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         yield partial(pool.imap, _make)
         pool.terminate()

@@ -1,7 +1,9 @@
 """Every evaluation document by the name of its task."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from loadtests.fidelity.filler import Filler, load_filler
 from loadtests.fidelity.retrieval import key_values, needle_map
@@ -37,45 +39,56 @@ def parse_tasks(names: str) -> list[str]:
     return tasks
 
 
-@dataclass
 class DocumentMaker:
-    """`contracts` is the folder of the contract tasks; None: they can't be made."""
+    """Makes any task's documents; texts are read when they are first needed.
 
-    count_tokens: CountTokens
-    contracts: Path | None = None
-    _filler: Filler | None = None
-    _files: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    `contracts` is the folder of the contract tasks; None: they can't be made.
+    """
 
-    def load(self) -> None:
-        """Read all texts now rather than with the first document. Raises FileNotFoundError."""
-        self._filler = load_filler("eval")
-        self._files = {"repository": load_repository()}
-        if self.contracts is not None:
-            self._files["contracts"] = load_contracts(self.contracts)
+    def __init__(self, count_tokens: CountTokens, contracts: Path | None = None) -> None:
+        self._count_tokens, self._contracts = count_tokens, contracts
+
+    def load(self, tasks: Iterable[str]) -> None:
+        """Read now what these tasks need. Raises FileNotFoundError, ValueError where a folder is missing."""
+        for task in tasks:
+            if task in (*RULER_TASKS, "needle_map"):
+                _ = self._filler
+            elif task in REPOSITORY_TASKS:
+                _ = self._repository
+            elif task in CONTRACT_TASKS:
+                _ = self._agreements
 
     def make(self, task: str, *, num_tokens: int, index: int, num_questions: int) -> TaskDocument:
         """The document number `index` of a task, at most `num_tokens` long. Raises ValueError."""
-        if self._filler is None:
-            self.load()
-            assert self._filler is not None
-        seed = _FIRST_SEED + index
-        size, count, questions = num_tokens, self.count_tokens, num_questions
-        if task in RULER_TASKS:
-            return make_document(
-                task, num_tokens=size, seed=seed, count_tokens=count, filler=self._filler, num_questions=questions
-            )
+        how: dict[str, Any] = {
+            "num_tokens": num_tokens,
+            "seed": _FIRST_SEED + index,
+            "count_tokens": self._count_tokens,
+            "num_questions": num_questions,
+        }
         if task == "needle_map":
-            return needle_map(
-                num_tokens=size, seed=seed, count_tokens=count, filler=self._filler, num_questions=questions
-            )
+            return needle_map(filler=self._filler, **how)
         if task == "key_values":
-            return key_values(num_tokens=size, seed=seed, count_tokens=count, num_questions=questions)
-        files = self._files.get("repository" if task in REPOSITORY_TASKS else "contracts")
-        if files is None:
-            raise ValueError(f"{task} needs a folder of contracts")
-        return make_source_document(
-            task, files, num_tokens=size, seed=seed, count_tokens=count, num_questions=questions
-        )
+            return key_values(**how)
+        if task in REPOSITORY_TASKS:
+            return make_source_document(task, self._repository, **how)
+        if task in CONTRACT_TASKS:
+            return make_source_document(task, self._agreements, **how)
+        return make_document(task, filler=self._filler, **how)
+
+    @cached_property
+    def _filler(self) -> Filler:
+        return load_filler("eval")
+
+    @cached_property
+    def _repository(self) -> list[tuple[str, str]]:
+        return load_repository()
+
+    @cached_property
+    def _agreements(self) -> list[tuple[str, str]]:
+        if self._contracts is None:
+            raise ValueError("the contract tasks need a folder of contracts")
+        return load_contracts(self._contracts)
 
 
 def true_reply(document: TaskDocument, question: Question) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from loadtests.fidelity.documents import ALL_TASKS, GROUPS, DocumentMaker, parse_tasks, true_reply
 from loadtests.fidelity.filler import in_split
-from loadtests.fidelity.sources import load_contracts, make_source_document
+from loadtests.fidelity.sources import load_contracts, load_repository, make_source_document
 
 OWN_TASKS = [task for name, tasks in GROUPS.items() if name != "ruler" for task in tasks]
 
@@ -33,9 +33,7 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> DocumentMaker:
             ]
             lines += [f"The first line about {term} that is long enough to be quoted here,", f"and {words}."]
         (folder / f"agreement{number}.txt").write_text("\n".join(lines))
-    made = DocumentMaker(count_words, folder)
-    made.load()
-    return made
+    return DocumentMaker(count_words, folder)
 
 
 @pytest.mark.parametrize("task", OWN_TASKS)
@@ -67,9 +65,10 @@ def test_a_functions_file_is_the_one_whose_header_stands_before_it(maker: Docume
         assert before.rindex("==> ") == before.rindex(f"==> {question.answers[0]} <==")
 
 
-def test_repository_text_is_held_out_from_training(maker: DocumentMaker) -> None:
-    assert len(maker._files["repository"]) > 20
-    assert all(in_split(text, "eval") for _, text in maker._files["repository"])
+def test_repository_text_is_held_out_from_training() -> None:
+    files = load_repository()
+    assert len(files) > 20
+    assert all(in_split(text, "eval") for _, text in files)
 
 
 def test_all_ruler_tasks_are_made_with_their_true_reply_in_reading_order(maker: DocumentMaker) -> None:
@@ -102,5 +101,5 @@ def test_too_little_text_and_no_contracts_say_so(tmp_path: Path) -> None:
             count_tokens=count_words,
             num_questions=2,
         )
-    with pytest.raises(ValueError, match="needs a folder of contracts"):
+    with pytest.raises(ValueError, match="need a folder of contracts"):
         DocumentMaker(count_words).make("contract_terms", num_tokens=500, index=0, num_questions=1)

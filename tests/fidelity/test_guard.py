@@ -17,7 +17,7 @@ from loadtests.fidelity.guard import KINDS, Calibration, Cell, calibrate, head_e
 from loadtests.fidelity.layers import walk
 
 # One sparse segment behind a dense one, in the first layers: the most diffuse of this model, and some that are not.
-TOKENS, LAYERS = 8192, 5
+TOKENS, LAYERS = 8192, 3
 SETTINGS = SparseSettings(crossover_tokens=4096, dense_share=1.0)
 
 
