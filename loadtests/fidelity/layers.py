@@ -15,6 +15,7 @@ from engine import forward
 from engine.chain import Segment, TokenIds
 from engine.model import Model
 from engine.sparse import attend as segments_module
+from engine.sparse import run
 from engine.sparse.report import AttentionReport
 from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask, segment_seed
@@ -120,31 +121,33 @@ class Watch:
 
 def attend_as_the_engine(tasks: Sequence[SegmentTask], settings: SparseSettings, report: AttentionReport) -> None:
     """Fill the tasks' `out` on the path that a prefill takes on this device; they are neighbours of one layer."""
-    for together, run in groupby(tasks, lambda task: _kind(task, settings)):
+    for together, group in groupby(tasks, lambda task: _run_kind(task, settings)):
         if together:
-            _attend_run(list(run), settings, report)
+            attend_runs(list(group), settings, report)
             continue
-        for task in run:
+        for task in group:
             for _ in segments_module.attend(task, settings, report):
                 pass
 
 
-def _kind(task: SegmentTask, settings: SparseSettings) -> int:
-    """0 for a segment on its own, else how many rows it samples: a run shares that."""
+def _run_kind(task: SegmentTask, settings: SparseSettings) -> tuple[int, int] | None:
+    """None for a segment on its own, else the row block and the number of sampled rows: a run shares them."""
     end = task.start + task.rows
     if task.q.device.type != "cuda" or settings.policy != "adaptive" or end <= settings.crossover_tokens:
-        return 0
-    return settings.sampled_rows_at(end)
+        return None
+    return settings.row_block_at(end), settings.sampled_rows_at(end)
 
 
-def _attend_run(tasks: Sequence[SegmentTask], settings: SparseSettings, report: AttentionReport) -> None:
-    from engine.sparse import run
-
+def attend_runs(tasks: Sequence[SegmentTask], settings: SparseSettings, report: AttentionReport) -> None:
+    """Neighbouring segments of one kind as the engine's prefill attends on a GPU, many to a launch."""
     heads, device = tasks[0].q.shape[1], tasks[0].q.device
     for first in range(0, len(tasks), _RUN_SEGMENTS):
         part = tasks[first : first + _RUN_SEGMENTS]
-        samples = _kind(part[0], settings)
-        drawn = [run.draw_rows(settings, heads, samples, task.rows, [task.seed]) for task in part]
+        ends = [task.start + task.rows for task in part]
+        drawn = [
+            run.draw_rows(settings, heads, end=end, rows=task.rows, seeds=[task.seed])
+            for task, end in zip(part, ends, strict=True)
+        ]
         rows = sum(task.rows for task in part)
         gathered = run.RunReport()
         run.attend_run(
@@ -157,6 +160,7 @@ def _attend_run(tasks: Sequence[SegmentTask], settings: SparseSettings, report: 
                 out=_joined(part[0].out, rows),
                 choice_rows=torch.from_numpy(np.concatenate([choice for choice, _ in drawn])).to(device),
                 guard_rows=torch.from_numpy(np.concatenate([guard for _, guard in drawn])).to(device),
+                row_block=settings.row_block_at(ends[0]),
             ),
             settings,
             gathered,
@@ -174,7 +178,7 @@ def watched(device: torch.device, *, timed: bool = True) -> Iterator[Watch]:
     """Every kernel call of the policies' modules is seen while this is open. One at a time."""
     watch = Watch(device, timed)
     before: list[tuple[ModuleType, str, Any]] = []
-    for module in _policy_modules(device):
+    for module in (segments_module, run):
         for name in (*_WATCHED, *_SELECTIONS):
             if hasattr(module, name):
                 before.append((module, name, getattr(module, name)))
@@ -184,14 +188,6 @@ def watched(device: torch.device, *, timed: bool = True) -> Iterator[Watch]:
     finally:
         for module, name, original in before:
             setattr(module, name, original)
-
-
-def _policy_modules(device: torch.device) -> list[ModuleType]:
-    if device.type != "cuda":
-        return [segments_module]
-    from engine.sparse import run
-
-    return [segments_module, run]
 
 
 def _timed(watch: Watch, name: str, original: Any) -> Any:

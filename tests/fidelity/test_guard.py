@@ -1,5 +1,6 @@
 """The guard on the real model: what it says is what is true, and text that suits no budget widens or is owned up to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ from engine.chain import segment_chain
 from engine.engine import load_tokenizer
 from engine.model import Model, load_model
 from engine.model_folder import resolve_model
-from engine.sparse.settings import SparseSettings
+from engine.sparse.report import AttentionReport
+from engine.sparse.settings import SparseSettings, default_settings
 from kernels.dense_attention import dense_attention
 from loadtests.fidelity.guard import KINDS, Calibration, Cell, calibrate, head_errors, make_tokens, summarise
-from loadtests.fidelity.layers import walk
+from loadtests.fidelity.layers import attend_runs, walk, watched
 
 # One sparse segment behind a dense one, in the first layers: the most diffuse of this model, and some that are not.
 TOKENS, LAYERS = 8192, 3
@@ -124,3 +126,23 @@ def test_documents_have_exactly_the_length_asked_for(kind: str, tokenizer: Token
     assert np.array_equal(tokens, make_tokens(kind, tokenizer, 3000, 2))
     with pytest.raises(ValueError, match="unknown kind of document 'poem'"):
         make_tokens("poem", tokenizer, 100, 0)
+
+
+def test_runs_of_segments_keep_what_they_say(model: Model, tokenizer: Tokenizer) -> None:
+    """The way of a GPU, its kernels' references on the CPU."""
+    settings = replace(default_settings("cuda"), crossover_tokens=4096)
+    tokens = make_tokens("source", tokenizer, 4096 + 1500, 3)
+    chain = segment_chain(tokens, salt=b"", digest="")
+    report = AttentionReport()
+    with torch.inference_mode(), watched(model.device) as watch:
+        for qkv in walk(model, tokens, chain, num_layers=1):
+            last = list(qkv.tasks(qkv.out))[1]
+            dense, everything = dense_attention(last.q, last.k, last.v, row_offset=last.start)
+            attend_runs([last], settings, report)
+            error = (last.out.float() - dense.float()).norm() / dense.float().norm()
+    ((first, kept),) = watch.kept
+    assert first == 4096
+    true = (kept - everything).exp().view(1500, qkv.kv_heads, -1).mean((0, 2))
+    # Eight witness rows a head: a coarse estimate of each group.
+    assert torch.tensor(report.recalls).sub(true).abs().max() < 0.06
+    assert 0 < float(error) < 0.2
