@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from engine.errors import KVError, StorageFull
 from engine.interfaces import KVLayout
 from engine.kv_store.blocks import BlockFolder
+from engine.kv_store.buffers import BufferPool
 from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
 from engine.kv_store.sealing import Seal
@@ -44,7 +47,7 @@ class _Piece:
 
     segment: SegmentInWriting
     layer: int
-    data: bytes
+    data: memoryview  # the writer's own copy
 
 
 class WriterEnd(Protocol):
@@ -87,6 +90,7 @@ class LocalWriter:
         for segment in segments:
             segment.next_layer = min(segment.groups * layout.layers_per_group, layout.num_layers)
         self._groups_done = min((segment.groups for segment in segments), default=layout.num_groups)
+        self._buffers = BufferPool(buffer_bytes)
         self._condition = threading.Condition()
         self._lanes: list[deque[_Piece]] = [deque() for _ in range(max(1, min(num_threads, len(segments))))]
         self._waiting_bytes = 0  # in the lanes, and being written
@@ -117,13 +121,19 @@ class LocalWriter:
             return
         if layer != target.next_layer:
             raise ValueError(f"got layer {layer} of segment {segment}, expected layer {target.next_layer}")
-        piece = _Piece(target, layer, data.tobytes())
+        piece = _Piece(target, layer, self._copied(data))
         with self._condition:
             self._wait_while(lambda: self._waiting_bytes > max(0, self._buffer_bytes - expected))
             self._lanes[segment % len(self._lanes)].append(piece)
             self._waiting_bytes += expected
             target.next_layer += 1
             self._condition.notify_all()
+
+    def _copied(self, data: memoryview) -> memoryview:
+        """In memory that is used again, by numpy, which lets other threads run meanwhile."""
+        buffer = self._buffers.take(data.nbytes)
+        np.copyto(buffer, np.frombuffer(data, np.uint8))
+        return buffer.data
 
     def groups_done(self) -> int:
         """Layer groups, counted from 0, that are on disk for every segment."""

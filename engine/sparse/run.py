@@ -23,6 +23,7 @@ from kernels.block_sparse_attention import block_sparse_attention
 
 _AIM = 0.97  # of what may be missed
 _LEAST = 0.05
+_PRIOR_ROWS = 16  # what the segment's other groups count in a cell's estimate: few rows say little about one alone
 _SURE = 4.0  # standard errors below target before a cell counts as such
 _DENSE = 1 - 1e-6  # a recall from here on is a cell that went dense
 
@@ -58,7 +59,7 @@ def draw_rows(
     Returns (choice [layers, heads, samples], guard and witness [layers, heads, 2, count]); no guard row is one that
     chooses. As engine.sparse.sampling draws them, for all layers at once.
     """
-    layers, block, count = len(seeds), settings.row_block_at(end), settings.guard_rows
+    layers, block, count = len(seeds), settings.row_block_at(end), settings.guard_rows_at(end)
     samples = settings.sampled_rows_at(end)
     random = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
     stride, head = block // samples, np.arange(heads)
@@ -201,6 +202,12 @@ class _Run:
         kept = (masses * mask[block, head]).sum(-1)  # [kv_heads, segments, group, count]
         return kept.transpose(0, 1).flatten(2)
 
+    @staticmethod
+    def _pooled(kept: torch.Tensor) -> torch.Tensor:
+        """Mean of each cell's rows, drawn towards its segment's: [segments, kv_heads]."""
+        rows = kept.shape[2]
+        return (kept.sum(2) + _PRIOR_ROWS * kept.mean((1, 2))[:, None]) / (rows + _PRIOR_ROWS)
+
     def _blocks_of(self, cells: torch.Tensor) -> torch.Tensor:
         """[segments, kv_heads] → [row_blocks, kv_heads]."""
         return cells.repeat_interleave(self._per_segment, 0)[: self._row_blocks].contiguous()
@@ -213,7 +220,7 @@ class _Run:
         told = torch.full(kept.shape[:2], goal, device=self._device)
         for _ in range(settings.corrections):
             # What is missed scales with what the choice was told to miss.
-            miss = (1 - told) * _AIM * (1 - goal) / (1 - kept.mean(2)).clamp(min=1e-6)
+            miss = (1 - told) * _AIM * (1 - goal) / (1 - self._pooled(kept)).clamp(min=1e-6)
             told = (1 - miss).clamp(_LEAST, 1.0)
             mask = self._select(masses, self._blocks_of(told))
             kept = self._kept(mask, 0, fresh)

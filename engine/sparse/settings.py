@@ -54,6 +54,10 @@ class SparseSettings:
             count, until = count // 2, until * 2
         return count
 
+    def guard_rows_at(self, end: int) -> int:
+        """Fresh rows of each head in a segment that ends at `end`: fewer where each costs more, at least 2."""
+        return max(2, self.guard_rows * self.sampled_rows_at(end) // self.sampled_rows)
+
     def row_block_at(self, end: int) -> int:
         """Rows that share a list where `sampled_rows_until` is set: twice as many each time the position quadruples."""
         block, until = self.row_block, None if self.sampled_rows_until is None else 2 * self.sampled_rows_until
@@ -82,7 +86,7 @@ def default_settings(device_type: str) -> SparseSettings:
         sampled_rows=2,
         sampled_rows_until=131_072,
         guard_rows=8,
-        corrections=3,
+        corrections=1,
     )
 
 
