@@ -1,10 +1,10 @@
 """What a flood costs the other tenants: `make fairness`.
 
-Twenty tenants, an API key each, all of them busy: each has one round under way at all times, which is an upload of a
-small document and a question about it. In a flood one of them has forty rounds under way, not one. Phases without and
-with the flood alternate on the same server. A round's wait is what its jobs waited before their work began (ingest,
-prefill and answer together), from the queue's own records; `flood_p95_ratio` is the 95th percentile in the flood over
-that without, of the tenant that fares worst, the flooding one left out.
+Twenty tenants, an API key each, all of them busy: each has one round under way at all times. In a flood one of them has
+forty under way, not one. Phases without and with the flood alternate on the same server. A round is a question of some
+hundred tokens without a document, or, with `--work documents`, an upload of a small document and a question about it.
+Its wait is what its jobs waited before their work began, from the queue's own records; `flood_p95_ratio` is the 95th
+percentile in the flood over that without, of the tenant that fares worst, the flooding one left out.
 
     python -m loadtests.fairness --only embedded     `foreword serve`, SQLite, the default model
     python -m loadtests.fairness --only cluster      an API and a worker over Redis; the engine is tests' fake one
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -28,7 +29,7 @@ from loadtests.cluster import Cluster, until
 from loadtests.http.samples import percentile
 from loadtests.http.server import LocalServer, write_keys
 from loadtests.http.texts import Texts
-from loadtests.quiet import wait_until_quiet
+from loadtests.quiet import PATIENCE_S, wait_until_quiet
 from loadtests.redis_server import RedisServer
 from loadtests.results import write_entry
 from service.database import Database, database_path
@@ -41,8 +42,7 @@ COMMAND = "make fairness"
 TENANTS = 20
 FLOOD = 40  # rounds that the flooding tenant has under way
 WARM_UP_S = 10.0  # of each phase: what began in it doesn't count
-DOCUMENT_TOKENS = 200
-ANSWER_TOKENS = 4
+TEXT_TOKENS = 200  # of a question without a document, or of a document
 TIMEOUT_S = 300.0
 
 KEYS = {f"key-{number:02}": f"tenant-{number:02}" for number in range(TENANTS)}
@@ -56,6 +56,8 @@ class Place:
     url: str
     queue: Queue
     engine: str
+    answer_tokens: int
+    word: str = ""  # in every question
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def embedded(folder: Path) -> Iterator[Place]:
         database = Database(database_path(server.data_dir))
         queue = SqliteQueue(database)
         try:
-            yield Place(server.url, queue, "the default model")
+            yield Place(server.url, queue, "the default model", 4)
         finally:
             queue.close()
             database.close()
@@ -92,13 +94,15 @@ def cluster(folder: Path) -> Iterator[Place]:
         until(lambda: api.answers("/readyz") == 200, 60, "the cluster is not ready")
         store = RedisStore(redis.url)
         stack.callback(store.close)
-        yield Place(api.url, RedisQueue(store), "fake: 50 ms a prefill, 2.5 ms a token")
+        queue = RedisQueue(store)
+        stack.callback(queue.close)
+        yield Place(api.url, queue, "fake: 50 ms a prefill, 2.5 ms a token", 32, "STORY")
 
 
 PLACES = {"embedded": embedded, "cluster": cluster}
 
 
-async def run_phase(url: str, texts: Texts, seconds: float, *, flood: bool) -> None:
+async def run_phase(place: Place, texts: Texts, seconds: float, work: str, *, flood: bool) -> None:
     """Every tenant's rounds, one behind the other, until time is up; then what is under way is left to its end.
 
     Raises httpx.HTTPError where a request fails.
@@ -107,14 +111,19 @@ async def run_phase(url: str, texts: Texts, seconds: float, *, flood: bool) -> N
 
     async def user(client: httpx.AsyncClient, model: str) -> None:
         while time.monotonic() < deadline:
-            text = texts.draw(DOCUMENT_TOKENS, needles=1)
-            files = {"file": (text.name, text.data)}
-            uploaded = await client.post("/v1/files", files=files, data={"purpose": "user_data"})
-            content = [
-                {"type": "file", "file": {"file_id": uploaded.raise_for_status().json()["id"]}},
-                {"type": "text", "text": next(iter(text.numbers))},
-            ]
-            body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": ANSWER_TOKENS}
+            text = texts.draw(TEXT_TOKENS, needles=1)
+            question = f"{place.word} {next(iter(text.numbers))}"
+            content: list[dict[str, Any]] = [{"type": "text", "text": f"{text.data.decode()}\n{question}"}]
+            if work == "documents":
+                files = {"file": (text.name, text.data)}
+                uploaded = await client.post("/v1/files", files=files, data={"purpose": "user_data"})
+                file_id = uploaded.raise_for_status().json()["id"]
+                content = [{"type": "file", "file": {"file_id": file_id}}, {"type": "text", "text": question}]
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": place.answer_tokens,
+            }
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()
 
     limits = httpx.Limits(max_connections=None)
@@ -122,7 +131,7 @@ async def run_phase(url: str, texts: Texts, seconds: float, *, flood: bool) -> N
         users = []
         for key, tenant in KEYS.items():
             headers = {"authorization": f"Bearer {key}"}
-            client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits)
+            client = httpx.AsyncClient(base_url=place.url, headers=headers, timeout=TIMEOUT_S, limits=limits)
             await stack.enter_async_context(client)
             model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
             users += [user(client, model) for _ in range(FLOOD if flood and tenant == FLOODING else 1)]
@@ -134,15 +143,21 @@ def waits(jobs: Sequence[Job], since: float, until_s: float) -> dict[str, list[f
     prefills = {job.payload["document_id"]: job for job in jobs if job.kind == "prefill"}
     found = defaultdict(list)
     for answer in jobs:
-        if answer.kind != "answer" or (prefill := prefills.get(answer.payload["documents"][0])) is None:
+        if answer.kind != "answer":
             continue
-        uploaded_at, ingest_s = prefill.payload["uploaded_at"], prefill.payload["ingest_seconds"]
-        if since <= uploaded_at < until_s:
-            assert prefill.started_at is not None
-            assert answer.started_at is not None
-            before_prefill = prefill.started_at - uploaded_at - ingest_s
-            found[answer.tenant].append(before_prefill + answer.started_at - answer.created_at)
+        began_at, waited_s = answer.created_at, _started_at(answer) - answer.created_at
+        for document_id in answer.payload["documents"]:
+            prefill = prefills[document_id]
+            began_at = prefill.payload["uploaded_at"]
+            waited_s += _started_at(prefill) - began_at - prefill.payload["ingest_seconds"]
+        if since <= began_at < until_s:
+            found[answer.tenant].append(waited_s)
     return dict(found)
+
+
+def _started_at(job: Job) -> float:
+    assert job.started_at is not None
+    return job.started_at
 
 
 def ratios(quiet: Mapping[str, Sequence[float]], flood: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -151,13 +166,15 @@ def ratios(quiet: Mapping[str, Sequence[float]], flood: Mapping[str, Sequence[fl
     return {name: percentile(flood[name], 0.95) / percentile(quiet[name], 0.95) for name in names}
 
 
-def measure(place: Place, seconds: float, pairs: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(
+    place: Place, seconds: float, pairs: int, work: str = "questions"
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Waits by tenant without and with the flood, of so many phases of each, in turn."""
     pools: tuple[dict[str, list[float]], dict[str, list[float]]] = (defaultdict(list), defaultdict(list))
     texts = Texts(7)
     for phase in range(2 * pairs):
         flood, began = phase % 2 == 1, time.time()
-        asyncio.run(run_phase(place.url, texts, WARM_UP_S + seconds, flood=flood))
+        asyncio.run(run_phase(place, texts, WARM_UP_S + seconds, work, flood=flood))
         found = waits(place.queue.jobs("succeeded", limit=1_000_000), began + WARM_UP_S, began + WARM_UP_S + seconds)
         for tenant, more in found.items():
             pools[flood][tenant] += more
@@ -178,26 +195,30 @@ def summary(found: Mapping[str, Sequence[float]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(PLACES))
+    parser.add_argument("--work", choices=("questions", "documents"), default="questions")
     parser.add_argument("--seconds", type=float, default=75.0, help="of each phase, behind its warm-up")
     parser.add_argument("--pairs", type=int, default=2, help="phases without and with the flood")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for a quiet machine")
     parser.add_argument("--dry", action="store_true", help="write no figures")
     arguments = parser.parse_args()
     for name in [arguments.only] if arguments.only else PLACES:
-        load = 0.0 if arguments.dry else wait_until_quiet()
+        load = 0.0 if arguments.dry else wait_until_quiet(arguments.patience)
         with tempfile.TemporaryDirectory(prefix="fairness-") as folder, PLACES[name](Path(folder)) as place:
-            quiet, flood = measure(place, arguments.seconds, arguments.pairs)
+            quiet, flood = measure(place, arguments.seconds, arguments.pairs, arguments.work)
         found = ratios(quiet, flood)
         worst = max(found, key=lambda tenant: found[tenant])
         print(f"{name}: worst {found[worst]:.3f}, median {statistics.median(found.values()):.3f}", flush=True)
         if not arguments.dry:
             write_entry(
-                "flood_p95_ratio" if name == "embedded" else f"flood_p95_ratio_{name}",
+                entry_name(name, arguments.work),
                 found[worst],
                 "ratio",
                 better="lower",
                 samples=list(found.values()),
-                command=f"{COMMAND} ARGS='--only {name}'",
+                command=f"{COMMAND} ARGS='--only {name} --work {arguments.work}'",
                 engine=place.engine,
+                work=arguments.work,
+                answer_tokens=place.answer_tokens,
                 tenants=TENANTS,
                 rounds_under_way={"each tenant": 1, "the flooding one in the flood": FLOOD},
                 rounds={"quiet": _counts(quiet), "flood": _counts(flood)},
@@ -206,6 +227,11 @@ def main() -> int:
                 load_before=load,
             )
     return 0
+
+
+def entry_name(place: str, work: str) -> str:
+    parts = ["flood_p95_ratio", *(word for word in (place, work) if word not in ("embedded", "questions"))]
+    return "_".join(parts)
 
 
 def _counts(found: Mapping[str, Sequence[float]]) -> dict[str, int]:

@@ -28,7 +28,7 @@ from loadtests.http.samples import percentile
 from loadtests.http.scrape import Scrape, scrape
 from loadtests.http.server import LocalServer
 from loadtests.http.texts import CHARS_PER_TOKEN, Text, Texts, corpus
-from loadtests.quiet import wait_until_quiet
+from loadtests.quiet import PATIENCE_S, wait_until_quiet
 from loadtests.results import write_entry
 
 COMMAND = "make mixed"
@@ -222,9 +222,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65_000, help="of the long document")
     parser.add_argument("--idle-seconds", type=float, default=150.0)
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for a quiet machine")
     parser.add_argument("--dry", action="store_true", help="write no figures")
     arguments = parser.parse_args()
-    load = 0.0 if arguments.dry else wait_until_quiet()
+    load = 0.0 if arguments.dry else wait_until_quiet(arguments.patience)
     with (
         tempfile.TemporaryDirectory(prefix="mixed-") as folder,
         LocalServer(Path(folder), disk_floor_bytes=0) as server,

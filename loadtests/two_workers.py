@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loadtests.cluster import Client, Cluster, Member, until
 from loadtests.http.texts import Texts
-from loadtests.quiet import wait_until_quiet
+from loadtests.quiet import PATIENCE_S, wait_until_quiet
 from loadtests.redis_server import RedisServer
 from loadtests.results import write_entry
 from service.queue.base import Job
@@ -78,9 +78,10 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=DOCUMENTS)
     parser.add_argument("--tokens", type=int, default=DOCUMENT_TOKENS)
     parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for a quiet machine")
     parser.add_argument("--dry", action="store_true", help="write no figures")
     arguments = parser.parse_args()
-    load, texts = 0.0 if arguments.dry else wait_until_quiet(), Texts(5)
+    load, texts = 0.0 if arguments.dry else wait_until_quiet(arguments.patience), Texts(5)
     pairs = [
         tuple(run(workers, texts, arguments.documents, arguments.tokens) for workers in (1, 2))
         for _ in range(arguments.pairs)

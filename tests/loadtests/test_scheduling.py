@@ -42,7 +42,8 @@ def test_a_rounds_wait_is_what_its_jobs_waited() -> None:
 
     jobs = round_of("a", "doc-1", 100) + round_of("a", "doc-2", 109) + round_of("b", "doc-3", 105)
     jobs += round_of("b", "doc-4", 99) + round_of("b", "doc-5", 110)
-    assert waits(jobs, 100, 110) == {"a": [2.75, 2.75], "b": [2.75]}
+    jobs += [job("answer", "c", {"documents": []}, 109, 112), job("answer", "c", {"documents": []}, 110, 111)]
+    assert waits(jobs, 100, 110) == {"a": [2.75, 2.75], "b": [2.75], "c": [3]}
 
 
 def test_each_tenants_ratio_is_of_its_own_waits() -> None:
@@ -73,9 +74,8 @@ def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_flood_against_a_real_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fairness, "WARM_UP_S", 1.0)
     with fairness.cluster(tmp_path) as place:
-        without, flood = fairness.measure(place, 6.0, 1)
+        without, flood = fairness.measure(place, 8.0, 1)
     assert set(without) == set(flood) == set(fairness.KEYS.values())
-    assert sum(map(len, without.values())) >= fairness.TENANTS
     found = ratios(without, flood)
     # First come, first served would make everybody wait three times as long.
     assert sorted(found.values())[len(found) // 2] < 2.0
