@@ -126,7 +126,7 @@ async def run_phase(place: Place, texts: Texts, seconds: float, work: str, *, fl
             }
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()
 
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     async with AsyncExitStack() as stack:
         users = []
         for key, tenant in KEYS.items():

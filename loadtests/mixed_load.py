@@ -102,7 +102,9 @@ class Questions:
             return await asyncio.gather(*tasks)
 
     def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._url, timeout=600, limits=httpx.Limits(max_connections=None))
+        return httpx.AsyncClient(
+            base_url=self._url, timeout=600, limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        )
 
 
 class LongPrefill:
