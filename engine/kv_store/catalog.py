@@ -132,6 +132,12 @@ class KVCatalog:
             )
             return [(name, ttl_s, bool(pinned)) for name, ttl_s, pinned in rows]
 
+    def policies_since(self, set_at: float) -> list[tuple[str, float | None, bool]]:
+        """Name, TTL in seconds and pin of the holders whose policy was set at `set_at` (unix seconds) or later."""
+        with self.index.snapshot() as db:
+            rows = db.execute("SELECT name, ttl_s, pinned FROM holders WHERE set_at >= ?", (set_at,))
+            return [(name, ttl_s, bool(pinned)) for name, ttl_s, pinned in rows]
+
     def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
         """Change a holder's TTL (seconds from the last use, None: no limit) and pin; unknown holders are made."""
         with self.index.transaction() as db:

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -28,6 +29,7 @@ T = TypeVar("T")
 LEFT_ALONE_S = 10.0  # a tier that failed
 SWEEP_S = 60.0  # between two sweeps of the shared tiers
 MOST_COPIES_WAITING = 64
+MOST_TOO_SLOW = 1000
 
 
 class HeldStore(KVStore, Protocol):
@@ -75,6 +77,8 @@ class TieredKVStore:
         pending_folder.mkdir(parents=True, exist_ok=True)
         self._too_slow: set[str] = set()  # last keys of chains that are computed although a shared tier has more
         self._swept_at = monotonic()
+        self._policies_told_at = local.catalog.clock()
+        self._closing = threading.Event()
         self._copies: queue.Queue[_CopyJob | None] = queue.Queue(MOST_COPIES_WAITING)
         self._copier = threading.Thread(target=self._run_copies, name="kv-copy", daemon=True)
         self._copier.start()
@@ -86,7 +90,7 @@ class TieredKVStore:
         count = 0
         for run in self._runs(chain):
             if run.tier is not None and not self._worth_loading(run.tier, run.segments):
-                self._too_slow.add(chain[-1].key)
+                self._computed_instead(chain)
                 break
             count += len(run.segments)
         else:
@@ -124,7 +128,7 @@ class TieredKVStore:
     def set_policy(self, holder: str, *, ttl_s: float | None, pinned: bool) -> None:
         self.local.set_policy(holder, ttl_s=ttl_s, pinned=pinned)
         for tier in self.shared:
-            self._ask(tier, lambda store: store.set_policy(holder, ttl_s=ttl_s, pinned=pinned), None)
+            self._tell_policy(tier, holder, ttl_s, pinned)
 
     def release(self, holder: str) -> int:
         """Bytes freed here; shared tiers that can't be reached hear of it with a later `sweep`."""
@@ -147,6 +151,11 @@ class TieredKVStore:
         return freed
 
     def sweep_shared(self) -> None:
+        """What shared tiers have not heard of yet, and their own chores."""
+        told_at, self._policies_told_at = self._policies_told_at, self.catalog.clock()
+        for holder, ttl_s, pinned in self.catalog.policies_since(told_at):  # the API's process changes them here only
+            for tier in self.shared:
+                self._tell_policy(tier, holder, ttl_s, pinned)
         for note in sorted(self._pending_folder.iterdir()):
             if self._release_shared(note.read_text("utf-8")):
                 note.unlink(missing_ok=True)
@@ -163,15 +172,14 @@ class TieredKVStore:
         self._copies.join()
 
     def close(self) -> None:
-        """What waits to be copied is dropped; safe to call twice."""
-        if self._copier.is_alive():
-            while not self._copies.empty():
-                self._copies.get_nowait()
-                self._copies.task_done()
+        """What waits to be copied, and what is being copied, is dropped; safe to call twice."""
+        if not self._closing.is_set():
+            self._closing.set()
             self._copies.put(None)
             self._copier.join()
             for tier in self.shared:
-                self._ask(tier, lambda store: store.close(), None)
+                with suppress(OSError):
+                    tier.store.close()
         self.local.close()
 
     # --- for readers and writers ---
@@ -235,6 +243,14 @@ class TieredKVStore:
             self.failed(run.tier, error)
             raise KVMissing(f"the shared tier {run.tier.name} failed: {error}") from error
 
+    def _tell_policy(self, tier: SharedTier, holder: str, ttl_s: float | None, pinned: bool) -> None:
+        self._ask(tier, lambda store: store.set_policy(holder, ttl_s=ttl_s, pinned=pinned), None)
+
+    def _computed_instead(self, chain: Sequence[Segment]) -> None:
+        if len(self._too_slow) >= MOST_TOO_SLOW:  # of prefixes that were asked about and never computed
+            self._too_slow.clear()
+        self._too_slow.add(chain[-1].key)
+
     def _worth_loading(self, tier: SharedTier, segments: Sequence[Segment]) -> bool:
         num_tokens = sum(segment.num_tokens for segment in segments)
         size_bytes = sum(self.layout.num_layers * self.layout.layer_bytes(each.num_tokens) for each in segments)
@@ -246,7 +262,10 @@ class TieredKVStore:
         return self._pending_folder / hashlib.sha256(holder.encode()).hexdigest()
 
     def _note_release(self, holder: str) -> None:
-        self._note(holder).write_text(holder, "utf-8")
+        try:
+            self._note(holder).write_text(holder, "utf-8")
+        except OSError as error:  # a full disk must not keep KV from being released
+            log.error("kv_store: the release of %s is not noted: %s", holder, error)
 
     def _forget_release(self, holder: str) -> None:
         self._note(holder).unlink(missing_ok=True)
@@ -267,11 +286,17 @@ class TieredKVStore:
     def _run_copies(self) -> None:
         while (job := self._copies.get()) is not None:
             try:
-                self._ask(job.tier, lambda _, job=job: _copy_held(job), None)  # type: ignore[misc]
+                self._ask(job.tier, lambda _, job=job: _copy_held(job, self._closing), None)  # type: ignore[misc]
+            except _Stopped:
+                pass
             except Exception:
                 log.exception("kv_store: a copy between tiers failed")
             finally:
                 self._copies.task_done()
+
+
+class _Stopped(Exception):
+    """The store is closing: a copy is of no use any more."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +321,14 @@ class _CopyJob:
     tier: SharedTier  # the shared one of the two
 
 
-def _copy_held(job: _CopyJob) -> None:
+def _copy_held(job: _CopyJob, closing: threading.Event) -> None:
     """Copy segments with those who hold them: they must go with the last of these wherever they are."""
     keys = [segment.key for segment in job.chain]
     holders = job.source.holders_of(keys)
     for holder, ttl_s, pinned in holders:
         job.target.attach(job.chain, holder, ttl_s=ttl_s, pinned=pinned)
     try:
-        _copy(job.chain, job.source, job.target)
+        _copy(job.chain, job.source, job.target, closing)
     except (StorageFull, KVMissing) as error:
         log.info("kv_store: not copied between tiers: %s", error)
     still_held = {name for name, _, _ in job.source.holders_of(keys)}
@@ -312,23 +337,25 @@ def _copy_held(job: _CopyJob) -> None:
             job.target.release(holder)
 
 
-def _copy(chain: Sequence[Segment], source: KVStore, target: KVStore) -> None:
+def _copy(chain: Sequence[Segment], source: KVStore, target: KVStore, closing: threading.Event) -> None:
     """Store what of `chain` the target lacks and the source has. Raises StorageFull, KVMissing, OSError, KVError."""
     at = 0
     while at < len(chain):
         at += target.match(chain[at:])
         count = source.match(chain[at:])
         if count:
-            _copy_run(chain[: at + count], at, source, target)
+            _copy_run(chain[: at + count], at, source, target, closing)
         at += max(count, 1)
 
 
-def _copy_run(chain: Sequence[Segment], first: int, source: KVStore, target: KVStore) -> None:
+def _copy_run(chain: Sequence[Segment], first: int, source: KVStore, target: KVStore, closing: threading.Event) -> None:
     reader = source.open_reader(chain[first:])
     try:
         writer = target.open_writer(chain, first=first, owner=f"copy {chain[-1].key[:16]}")
         try:
             for layer in range(target.layout.num_layers):
+                if closing.is_set():
+                    raise _Stopped
                 for index, data in enumerate(reader.read_layer(layer)):
                     writer.write_layer(layer, index, data)
             writer.commit()

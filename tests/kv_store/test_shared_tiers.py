@@ -1,5 +1,6 @@
 """Tiers that several machines share: each under the contract, and behind a machine's own store. Redis is a real one."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -327,6 +328,43 @@ def test_a_redis_that_was_never_there_costs_nothing_but_the_tier(tmp_path: Path)
     assert store.release("doc") == full_bytes(LINKS)
     assert store.counters.get("shared_errors", "redis") >= 1
     machines.close()
+
+
+def test_a_pin_set_by_the_api_reaches_the_shared_tier(machines: Machines) -> None:
+    one, two = machines.open("one"), machines.open("two")
+    store_chain(one, LINKS)
+    one.attach(LINKS, "doc", ttl_s=None, pinned=False)
+    one.drain()
+    one.local.catalog.set_policy("doc", ttl_s=5.0, pinned=True)  # as another process of that machine does
+    assert ("doc", None, False) in two.shared[0].store.holders_of([LINKS[0].key])
+    one.sweep_shared()
+    assert two.shared[0].store.holders_of([LINKS[0].key]) == [("doc", 5.0, True)]
+
+
+def test_closing_does_not_wait_for_a_long_copy(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machines.open("one")
+    far = one.shared[0].store
+    writing, closed = threading.Event(), threading.Event()
+    open_writer = far.open_writer
+
+    def held_back(*arguments: Any, **options: Any) -> Any:
+        writer = open_writer(*arguments, **options)
+        writing.set()
+        closed.wait(30)
+        return writer
+
+    monkeypatch.setattr(far, "open_writer", held_back)
+    store_chain(one, LINKS)
+    assert writing.wait(30)
+    closer = threading.Thread(target=one.close)
+    closer.start()
+    while not one._closing.is_set():
+        time.sleep(0.001)
+    closed.set()
+    closer.join(30)
+    two = machines.open("two")
+    assert two.match(LINKS) == 0
+    assert two.shared[0].store.stored_bytes == 0  # type: ignore[attr-defined]
 
 
 def test_costs_are_learnt_and_forgotten() -> None:
