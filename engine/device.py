@@ -1,6 +1,10 @@
-"""Which kind of device the engine takes, before it is opened."""
+"""Which kind of device the engine takes, and what memory suits it, before it is opened."""
+
+from collections.abc import Callable
 
 import torch
+
+from engine.kv_store.buffers import Bytes, plain_memory
 
 
 def device_type(name: str) -> str:
@@ -8,3 +12,12 @@ def device_type(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name.partition(":")[0]
+
+
+def buffer_memory(name: str) -> Callable[[int], Bytes]:
+    """What a KV store reads into for that device: page-locked memory where a GPU copies from it."""
+    if device_type(name) != "cuda":
+        return plain_memory
+    from engine.cuda.memory import pinned_memory
+
+    return pinned_memory

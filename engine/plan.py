@@ -39,6 +39,8 @@ def plan(
     num_tokens: int,
     *,
     itemsize: int = 2,
+    linear_itemsize: int | None = None,
+    kv_itemsize: int | None = None,
     memory_bytes: int | None = None,
     disk_bytes: int | None = None,
     resume_cap_bytes: int | None = None,
@@ -46,7 +48,8 @@ def plan(
     sparse: SparseSettings | None = None,
     rates: MachineRates | None = None,
 ) -> Plan:
-    """Plan a prefill of `num_tokens` (at least 1) with weights and KV of `itemsize` bytes a number.
+    """Plan a prefill of `num_tokens` (at least 1) with weights and KV of `itemsize` bytes a number; the layers'
+    linears and the kept KV may have their own.
 
     `memory_bytes` (of the GPU, or free on the host), `disk_bytes` (the KV cap) and `resume_cap_bytes` are limits, None
     for no limit. `rates` default to the machine that was measured (engine.work). Raises ValueError for no tokens.
@@ -56,10 +59,10 @@ def plan(
     settings = for_fidelity(sparse or SparseSettings(), fidelity)
     work = PrefillWork(spec, rates or MachineRates())
     embeddings = spec.vocabulary * spec.hidden * (1 if spec.tied_embeddings else 2)
-    weights = (spec.linear_parameters + embeddings) * itemsize
+    weights = spec.linear_parameters * (linear_itemsize or itemsize) + embeddings * itemsize
     hidden = num_tokens * spec.hidden * itemsize
     layer_kv = num_tokens * spec.kv_bytes_per_token(itemsize)
-    kv = layer_kv * spec.num_layers
+    kv = num_tokens * spec.kv_bytes_per_token(kv_itemsize or itemsize) * spec.num_layers
     peak = weights + hidden + layer_kv + _WORK_BYTES
     answer = weights + kv + _WORK_BYTES
     problems = []

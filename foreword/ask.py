@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from engine.chain import TokenIds
-from engine.device import device_type
+from engine.device import buffer_memory, device_type
 from engine.engine import LocalEngine, open_engine
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, PrefillRequest, PrefillResult, SamplingParams
 from engine.kv_store import DiskLimits, Keyring, LocalKVStore
@@ -60,7 +60,16 @@ def _open(folder: Path, settings: Settings, stores: list[LocalKVStore]) -> Local
         limits = DiskLimits(settings.kv_disk_bytes, settings.disk_floor_bytes)
         keyring = None if settings.kv_key_file is None else Keyring.load(settings.kv_key_file)
         kv = settings.data_dir / "kv"
-        stores.append(LocalKVStore(kv, layout, limits, host_bytes=settings.kv_host_bytes, keyring=keyring))
+        stores.append(
+            LocalKVStore(
+                kv,
+                layout,
+                limits,
+                host_bytes=settings.kv_host_bytes,
+                keyring=keyring,
+                allocate=buffer_memory(settings.device),
+            )
+        )
         return stores[0]
 
     return open_engine(
@@ -71,6 +80,8 @@ def _open(folder: Path, settings: Settings, stores: list[LocalKVStore]) -> Local
         checkpoint_s=settings.checkpoint_s,
         device=settings.device,
         dtype=settings.dtype,
+        linears=settings.linears,
+        kv_dtype=settings.kv_dtype,
         threads=settings.threads,
         sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),
     )

@@ -7,7 +7,9 @@ from rich.table import Table
 from engine.interfaces import Fidelity
 from engine.model_folder import length_warning, resolve_model, trained_tokens
 from engine.plan import Plan, plan
+from engine.sparse.settings import default_settings
 from engine.spec import load_spec
+from engine.work import gpu_rates
 from service.settings import Settings
 
 _GIB = 1024**3
@@ -17,19 +19,24 @@ def plan_command(
     model: str, tokens: int, *, gpu_memory_gib: float | None, fidelity: Fidelity, settings: Settings
 ) -> None:
     spec = load_spec(resolve_model(model, cache_dir=settings.cache_dir, weights=False))
-    memory = psutil.virtual_memory().available if gpu_memory_gib is None else int(gpu_memory_gib * _GIB)
+    on_gpu = gpu_memory_gib is not None
+    memory = int(gpu_memory_gib * _GIB) if gpu_memory_gib is not None else psutil.virtual_memory().available
     made = plan(
         spec,
         tokens,
+        linear_itemsize=1 if settings.linears == "float8" else None,
+        kv_itemsize=1 if settings.kv_dtype == "float8" else None,
         memory_bytes=memory,
         disk_bytes=settings.kv_disk_bytes,
         resume_cap_bytes=settings.resume_bytes,
         fidelity=fidelity,
+        sparse=default_settings("cuda" if on_gpu else "cpu"),
+        rates=gpu_rates(settings.linears) if on_gpu else None,
     )
     console = Console()
     console.print(_table(made, model, fidelity))
-    if gpu_memory_gib is not None:
-        console.print("The times are those of the CPU engine.")
+    if on_gpu:
+        console.print("The times are those of one H200; other GPUs take longer.")
     if warning := length_warning(tokens, trained_tokens(model)):
         console.print(f"warning: {warning}", soft_wrap=True)
     for problem in made.problems:

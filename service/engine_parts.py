@@ -63,7 +63,7 @@ class StoreReport:
 
 def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     """Raises ModelError, ValueError (an unknown device or dtype), OSError, KVError."""
-    from engine.device import device_type
+    from engine.device import buffer_memory, device_type
     from engine.engine import open_engine
     from kernels.dispatch import paths
 
@@ -84,6 +84,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
             host_bytes=settings.kv_host_bytes,
             counters=counters,
             keyring=keyring,
+            allocate=buffer_memory(settings.device),
         )
         shared = SharedSettings(
             settings.kv_shared_dir,
@@ -114,6 +115,8 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         checkpoint_s=settings.checkpoint_s,
         device=settings.device,
         dtype=settings.dtype,
+        linears=settings.linears,
+        kv_dtype=settings.kv_dtype,
         threads=settings.threads,
         sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),
     )

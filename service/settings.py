@@ -25,8 +25,14 @@ class Settings(BaseSettings):
     )
     cache_dir: Path = Field(default=Path("~/.cache/foreword"), description="Converted default model")
     model: str = Field(default="default", description="'default', a local Hugging Face folder, or a hub id")
-    device: str = Field(default="auto", description="auto, cpu or cuda")
+    device: str = Field(default="auto", description="auto (a GPU where there is one), cpu, cuda or cuda:N")
     dtype: str = Field(default="auto", description="auto, bfloat16 or float32")
+    linears: Literal["auto", "float8"] = Field(
+        default="auto", description="The layers' linears: as dtype, or in FP8 (fast on GPUs from Ada and Hopper on)"
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float32", "float8"] = Field(
+        default="auto", description="What KV is kept in: as dtype, or FP8 with a scale per 128 tokens and KV head"
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads of the engine; 0: all cores")
     sparse_policy: Literal["adaptive", "dense", "a_shape", "vertical_slash", "block_sparse"] | None = Field(
         default=None,

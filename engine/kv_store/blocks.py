@@ -39,7 +39,7 @@ class BlockFolder:
     def path(self, copy: Copy, group: int) -> Path:
         return self.folder / f"{copy.key}-{copy.id}-{group:03d}.kv"
 
-    def write(self, copy: Copy, group: int, offset: int, data: bytes) -> None:
+    def write(self, copy: Copy, group: int, offset: int, data: bytes | memoryview) -> None:
         """Write `data` at `offset` of the group's unpublished file, making it if needed. Raises OSError."""
         fd = os.open(self._temporary(copy, group), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -122,7 +122,7 @@ class BlockFolder:
         return self.path(copy, group).with_suffix(".tmp")
 
 
-def _write_all(fd: int, offset: int, data: bytes) -> None:
+def _write_all(fd: int, offset: int, data: bytes | memoryview) -> None:
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)

@@ -54,11 +54,13 @@ class GroupFile:
     def offset(self, layer: int) -> int:
         return ALIGNMENT + (layer - self.layers.start) * aligned(self.layer_bytes)
 
-    def encode_layer(self, layer: int, data: bytes, keyring: Keyring | None, seal: Seal | None) -> tuple[bytes, bytes]:
+    def encode_layer(
+        self, layer: int, data: bytes | memoryview, keyring: Keyring | None, seal: Seal | None
+    ) -> tuple[bytes | memoryview, bytes]:
         """What is stored of a layer, and its entry in the header."""
         if keyring is None or seal is None:
             return data, xxh3_128_digest(data)
-        sealed, tag = keyring.seal(seal, layer, data, self._fixed(SEALED))
+        sealed, tag = keyring.seal(seal, layer, bytes(data), self._fixed(SEALED))
         return sealed, xxh3_128_digest(sealed) + tag
 
     def decode_layer(

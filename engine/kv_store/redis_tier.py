@@ -315,7 +315,7 @@ class RedisWriter:
             raise ValueError(f"got layer {layer} of segment {segment}, expected layer {len(entries)}")
         seal = self._seals[segment]
         whole, entry = item.block(layer).encode_layer(layer, data.tobytes(), self._store.keyring, seal)
-        pieces = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]
+        pieces = [bytes(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES)]
         self._store.put(dict(zip(item.part_names(layer), pieces, strict=True)))
         entries.append(entry)
         self._store.counters.add("written_bytes", amount=len(whole))
