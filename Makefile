@@ -77,8 +77,13 @@ faults: $(STAMP)
 kv-soak: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.kv_soak $(ARGS)
 
+# On a machine with a GPU and PyTorch for it: with its own Python, PYTHON=...
 test-gpu:
-	$(RUN) $(PYTHON) -m pytest -m gpu
+	$(RUN) $(PYTHON) -m pytest -m gpu tests/kernels tests/engine
+
+bench-gpu:
+	$(RUN) $(PYTHON) -m loadtests.kernels
+	$(RUN) $(PYTHON) -m loadtests.engine_gpu
 
 clean:
 	rm -rf $(VENV) .venv-clients build dist *.egg-info

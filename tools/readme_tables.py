@@ -14,7 +14,7 @@ README = ROOT / "README.md"
 def main() -> int:
     return fill(
         README,
-        {"results": results_table(), "fidelity": fidelity_table(), "settings": settings_table()},
+        {"gpu": gpu_table(), "results": results_table(), "fidelity": fidelity_table(), "settings": settings_table()},
         check="--check" in sys.argv,
     )
 
@@ -33,6 +33,28 @@ def fill(page: Path, tables: Mapping[str, str], *, check: bool) -> int:
         return int(after != before)
     page.write_text(after, encoding="utf-8")
     return 0
+
+
+def gpu_table() -> str:
+    """One row a length: TTFT and speed-up with FP8 and bf16 linears, and what they cost."""
+    entries = {entry["name"]: entry for entry in json.loads((ROOT / "loadtests/results/summary.json").read_text("utf-8"))}
+    rows = [
+        "| tokens | FP8: TTFT, speed-up | bf16: TTFT, speed-up | keys a row (density) | recall: mean, p5, worst |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for length in ("8k", "32k", "128k", "512k", "1m"):
+        columns, shown = [], None
+        for kind in ("fp8", "bf16"):
+            ttft, gain = entries.get(f"prefill_ttft_{length}_{kind}_s"), entries.get(f"prefill_speedup_{length}_{kind}")
+            columns.append(f"{ttft['value']:.3g} s, {gain['value']:.3g}×" if ttft and gain else "–")
+            shown = shown or ttft
+        if shown is None:
+            continue
+        recall = [shown.get(f"recall_{name}") for name in ("mean", "p5", "worst")]
+        kept = f"{shown['mean_keys']:,} ({shown['density']:.3g})"
+        lost = ", ".join(f"{value:.3f}" for value in recall) if None not in recall else "all kept"
+        rows.append(f"| {shown['tokens']:,} | {' | '.join(columns)} | {kept} | {lost} |")
+    return "\n".join(rows) + "\n"
 
 
 def results_table() -> str:
