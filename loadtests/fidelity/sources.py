@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ CONTRACT_TASKS = ("contract_terms", "contract_sections", "contract_lines")
 
 _HEADER = "==> {} <==\n"
 _HEADER_LINE = re.compile(r"^==> (.+) <==$", re.MULTILINE)
-_DEFINITION = re.compile(r"^[ ]*def (\w{5,})\(([^()\n]{3,80})\)(?: ->[^:\n]+)?:$", re.MULTILINE)
+_DEFINITION = re.compile(r"^[ ]*def ([a-zA-Z]\w{4,})\(([^()\n]{3,80})\)(?: ->[^:\n]+)?:$", re.MULTILINE)
 _TERM = re.compile(
     r"[\"“]([A-Z][A-Za-z \-]{2,40})[\"”]\s+(shall mean|means)\s+((?:[\w'’,\-]+[ \n]+){6,12}?)[\w'’]", re.MULTILINE
 )
@@ -48,11 +49,12 @@ def make_source_document(
 ) -> TaskDocument:
     """Files in random order, long ones cut, and as many different questions as asked for.
 
-    Raises ValueError where the files are too short, or hold too few answers.
+    Those that hold an answer come first. Raises ValueError where the files are too short, or hold too few answers.
     """
     kind = "repository" if task in REPOSITORY_TASKS else "contract"
-    # The same text for all tasks of a kind.
-    order = random.Random(f"{kind}/{seed}").sample(list(files), len(files))
+    rng = random.Random(f"{task}/{seed}")
+    order = rng.sample(list(files), len(files))
+    order.sort(key=lambda file: not _has_answer(task, *file))
     pieces = [piece for name, text in order for piece in _pieces(name, text)]
     text, used = fit(lambda size: "\n\n".join(pieces[:size]), num_tokens, count_tokens)
     if used < 0.95 * num_tokens:
@@ -60,8 +62,13 @@ def make_source_document(
     found = _QUESTIONS[task](text)
     if len(found) < num_questions:
         raise ValueError(f"{task}: {num_questions} questions were asked for, {num_tokens} tokens hold {len(found)}")
-    questions = random.Random(f"{task}/{seed}").sample(found, num_questions)
+    questions = rng.sample(found, num_questions)
     return TaskDocument(task, text, tuple(questions), used)
+
+
+@cache
+def _has_answer(task: str, name: str, text: str) -> bool:
+    return bool(_QUESTIONS[task]("\n\n".join(_pieces(name, text))))
 
 
 def _pieces(name: str, text: str) -> Iterator[str]:
