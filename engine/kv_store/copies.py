@@ -20,6 +20,11 @@ class Copy:
     layout: KVLayout
     size_bytes: int  # counted against the cap: reserved in full while it is written
 
+    @property
+    def name(self) -> str:
+        """Of the bytes: an index that comes to call this copy another segment's must not find them in memory."""
+        return f"{self.id}-{self.key}"
+
     def block(self, group: int) -> GroupFile:
         return GroupFile(self.key, self.start, self.end, group, self.layout)
 

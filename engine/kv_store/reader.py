@@ -58,7 +58,7 @@ class LocalReader:
         self._closed = False
         per_layer = max(1, sum(copy.layer_bytes for copy in copies))
         self._layers_ahead = max(1, path.readahead_bytes // per_layer)
-        in_host = all(path.host.holds(copy.id, layout.num_layers) for copy in copies)
+        in_host = all(path.host.holds(copy.name, layout.num_layers) for copy in copies)
         self.tier: Literal["host", "disk", "shared"] = "host" if in_host else "disk"
 
     def read_layer(self, layer: int) -> Sequence[memoryview]:
@@ -87,7 +87,7 @@ class LocalReader:
         self._end_lease()
 
     def _start(self, copy: Copy, layer: int) -> Future[memoryview]:
-        held = self._path.host.get(copy.id, layer, self._serial)
+        held = self._path.host.get(copy.name, layer, self._serial)
         if held is None:
             return self._path.executor.submit(self._fetch, copy, layer)
         self._path.counters.add("read_bytes", "host", amount=held.nbytes)
@@ -114,7 +114,7 @@ class LocalReader:
             self._condemn(copy, "unreadable")
             raise _missing(copy, layer, error) from error
         self._path.counters.add("read_bytes", "disk", amount=data.nbytes)
-        self._path.host.put(copy.id, layer, data, self._serial)
+        self._path.host.put(copy.name, layer, data, self._serial)
         return data
 
     def _read(self, copy: Copy, layer: int) -> memoryview:

@@ -189,4 +189,6 @@ class LocalKVStore:
         """Tell the index what lies in this process's memory, and forget what the index has forgotten."""
         host = self._path.host
         sizes = host.bytes_by_copy()
-        host.drop(self.catalog.report_host(sizes))
+        ids = {name: name.partition("-")[0] for name in sizes}
+        gone = self.catalog.report_host({ids[name]: size for name, size in sizes.items()})
+        host.drop({name for name in sizes if ids[name] in gone})

@@ -27,7 +27,7 @@ from loadtests.results import write_entry
 
 COMMAND = " ".join(["python -m loadtests.kv_faults", *sys.argv[1:]])
 SHARES: Mapping[str, float] = {
-    "bit_flip": 0.24, "truncation": 0.12, "torn_write": 0.13, "stale_index": 0.08, "enospc": 0.11, "eio": 0.13,
+    "bit_flip": 0.255, "truncation": 0.12, "torn_write": 0.13, "stale_index": 0.08, "enospc": 0.11, "eio": 0.13,
     "slow_disk": 0.05, "two_writers": 0.04, "kill_in_write": 0.04, "kill_elsewhere": 0.02,
     "redis_restart": 0.035,
 }  # fmt: skip

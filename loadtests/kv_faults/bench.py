@@ -111,8 +111,8 @@ class Bench:
 
         try:
             yield place
-        except REFUSALS:
-            refused = True
+        except REFUSALS as error:
+            refused, note = True, f"{note} {error!r}"
         except Exception:
             self._crashed(kind)
         finally:

@@ -34,7 +34,11 @@ void kv_fault_watch(const char *folder) {
     root_length = strlen(root);
 }
 
-void kv_fault_disarm(void) { kind = 0; }
+/* Returns how many calls were hit since it was armed. */
+long kv_fault_disarm(void) {
+    kind = 0;
+    return atomic_exchange(&fired, 0);
+}
 
 /* `what_argument`: the errno of FAIL, the milliseconds of SLOW. */
 void kv_fault_arm(int what, int which_files, int which_calls, long pass, long hits, int what_argument, uint64_t seed) {
@@ -48,8 +52,6 @@ void kv_fault_arm(int what, int which_files, int which_calls, long pass, long hi
     draws = seed;
     kind = what;
 }
-
-long kv_fault_fired(void) { return fired; }
 
 static uint64_t draw(void) { /* splitmix64 */
     uint64_t z = (draws += 0x9E3779B97F4A7C15u);

@@ -43,7 +43,7 @@ class Shim:
     def __init__(self, folder: Path) -> None:
         """Faults will hit files below `folder` only."""
         self._library = ctypes.CDLL(None)
-        self._library.kv_fault_fired.restype = ctypes.c_long
+        self._library.kv_fault_disarm.restype = ctypes.c_long
         self._library.kv_fault_watch(str(folder).encode())
 
     def arm(
@@ -64,9 +64,8 @@ class Shim:
         )
 
     def disarm(self) -> int:
-        """Returns how many calls were hit."""
-        self._library.kv_fault_disarm()
-        return int(self._library.kv_fault_fired())
+        """Returns how many calls were hit since `arm`."""
+        return int(self._library.kv_fault_disarm())
 
 
 def have_compiler() -> bool:

@@ -143,6 +143,18 @@ def test_damage_behind_the_host_cache_is_not_served_either(make_store: MakeStore
     reader.close()
 
 
+@pytest.mark.parametrize("host_bytes", [0, 1024**2])
+def test_an_index_that_mixes_up_segments_is_noticed(host_bytes: int, make_store: MakeStore) -> None:
+    store = make_store(host_bytes=host_bytes)
+    store_chain(store, LINKS)
+    assert read_until_missing(store) == [0, 1, 2, 3, 4]  # all of it is in memory now, if there is any
+    with store.catalog.index.transaction() as db:
+        for key, new in ((LINKS[0].key, "x"), (LINKS[1].key, LINKS[0].key), ("x", LINKS[1].key)):
+            db.execute("UPDATE copies SET key = ? WHERE key = ?", (new, key))
+    assert read_until_missing(store) == []
+    assert store.counters.get("read_errors") >= 1
+
+
 def test_verify_finds_removes_and_counts(store: LocalKVStore, catalog: KVCatalog, folder: Path) -> None:
     other = chain(4096, seed=5)
     store_chain(store, LINKS)
