@@ -1,6 +1,6 @@
 """Facts planted in long documents, and how many of them the summary preset recovers over HTTP.
 
-    python -m loadtests.summaries [--documents 8] [--tokens 12000] [--facts 6] [--length long]
+    python -m loadtests.summaries [--documents 4] [--tokens 3000 12000] [--facts 6] [--length long]
 
 Each document is real prose (Python's language reference) with facts of one topic at even depths; the summary is asked
 to focus on that topic. A fact counts where its number stands in the summary. The same documents are read at the
@@ -100,35 +100,47 @@ def ask(client: Client, report: Report, *, fidelity: str, length: str) -> dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=12_000)
+    parser.add_argument("--documents", type=int, default=4, help="of each length")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[3000, 12_000])
     parser.add_argument("--facts", type=int, default=6)
     parser.add_argument("--length", choices=("short", "medium", "long"), default="long")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
-    reports = [make_report(wanted.tokens, wanted.facts, wanted.seed + index) for index in range(wanted.documents)]
-    found: dict[str, list[dict[str, Any]]] = {"default": [], "exact": []}
+    seeds = range(wanted.seed, wanted.seed + wanted.documents)
+    reports = [(tokens, make_report(tokens, wanted.facts, seed)) for tokens in wanted.tokens for seed in seeds]
+    made = []
     with tempfile.TemporaryDirectory(prefix="foreword-summaries-") as folder, LocalServer(Path(folder)) as server:
         client = Client(server.url)
-        for report in reports:
-            for fidelity, made in found.items():
+        for tokens, report in reports:
+            for fidelity in ("default", "exact"):
                 summary = ask(client, report, fidelity=fidelity, length=wanted.length)
-                summary["share"] = report.recovered(summary["summary"]) / len(report.facts)
-                made.append(summary)
-                print(f"{report.name} {fidelity}: {summary['share']:.2f} of {len(report.facts)} facts", flush=True)
+                share = report.recovered(summary["summary"]) / len(report.facts)
+                made.append(summary | {"tokens": tokens, "fidelity": fidelity, "share": share})
+                print(
+                    f"{tokens} tokens, {report.name}, {fidelity}: {share:.2f} of {len(report.facts)} facts", flush=True
+                )
+                print(f"    {summary['summary'][:300]!r}", flush=True)
         client.close()
-    shares = {fidelity: [one["share"] for one in made] for fidelity, made in found.items()}
-    sparse = found["default"]
+
+    def shares(fidelity: str, *lengths: int) -> list[float]:
+        return [one["share"] for one in made if one["fidelity"] == fidelity and one["tokens"] in lengths]
+
+    sparse = [one for one in made if one["fidelity"] == "default"]
     write_entry(
         "summary_facts_recovered_share",
-        statistics.mean(shares["default"]),
+        statistics.mean(shares("default", *wanted.tokens)),
         "share",
         better="higher",
-        samples=shares["default"],
+        samples=shares("default", *wanted.tokens),
         command=f"{COMMAND} {' '.join(sys.argv[1:])}".strip(),
-        dense_share=statistics.mean(shares["exact"]),
-        dense_samples=shares["exact"],
-        tokens=[one["num_tokens"] for one in sparse],
+        dense_share=statistics.mean(shares("exact", *wanted.tokens)),
+        by_tokens={
+            str(tokens): {
+                "default": statistics.mean(shares("default", tokens)),
+                "exact": statistics.mean(shares("exact", tokens)),
+            }
+            for tokens in wanted.tokens
+        },
         density=[one["density"] for one in sparse],
         facts_per_document=wanted.facts,
         length=wanted.length,
