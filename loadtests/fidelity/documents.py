@@ -52,7 +52,7 @@ class DocumentMaker:
         """Read now what these tasks need. Raises FileNotFoundError, ValueError where a folder is missing."""
         for task in tasks:
             if task in (*RULER_TASKS, "needle_map"):
-                _ = self._filler
+                _ = self._filler.words
             elif task in REPOSITORY_TASKS:
                 _ = self._repository
             elif task in CONTRACT_TASKS:

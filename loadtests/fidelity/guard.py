@@ -127,15 +127,17 @@ def calibrate(
     report, cells, kept_by_layer = AttentionReport(), [], []
     with watched(model.device) as watch:
         for qkv in walk(model, tokens, chain, num_layers=num_layers, watch=watch):
-            for task in qkv.tasks(qkv.out):
-                watch.kept, watch.selections = [], 0
-                known = len(_recalls(report, task.start))
-                with watch.timing("other"):
-                    attend_as_the_engine([task], settings, report)
-                if watch.kept:
-                    cells += _cells(
-                        task, _recalls(report, task.start)[known:], torch.cat([lse for _, lse in watch.kept])
-                    )
+            tasks, watch.kept = list(qkv.tasks(qkv.out)), []
+            known = [len(_recalls(report, task.start)) for task in tasks]
+            with watch.timing("other"):
+                attend_as_the_engine(tasks, settings, report)
+            kept = qkv.q.new_full(qkv.q.shape[:2], float("nan"), dtype=torch.float32)
+            for first, lse in watch.kept:
+                kept[first : first + len(lse)] = lse
+            for task, before in zip(tasks, known, strict=True):
+                rows = kept[task.start : task.start + task.rows]
+                if not rows.isnan().any():
+                    cells += _cells(task, _recalls(report, task.start)[before:], rows)
             kept_by_layer.append(_pairs(report))
     pairs = np.diff(np.array([(0.0, 0.0), *kept_by_layer]), axis=0)
     return Calibration(

@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine import forward
@@ -145,8 +145,7 @@ def attend_runs(tasks: Sequence[SegmentTask], settings: SparseSettings, report: 
         part = tasks[first : first + _RUN_SEGMENTS]
         ends = [task.start + task.rows for task in part]
         drawn = [
-            run.draw_rows(settings, heads, end=end, rows=task.rows, seeds=[task.seed])
-            for task, end in zip(part, ends, strict=True)
+            _drawn(settings, heads, end, task.rows, task.seed, device) for task, end in zip(part, ends, strict=True)
         ]
         rows = sum(task.rows for task in part)
         gathered = run.RunReport()
@@ -158,14 +157,23 @@ def attend_runs(tasks: Sequence[SegmentTask], settings: SparseSettings, report: 
                 k=part[-1].k,
                 v=part[-1].v,
                 out=_joined(part[0].out, rows),
-                choice_rows=torch.from_numpy(np.concatenate([choice for choice, _ in drawn])).to(device),
-                guard_rows=torch.from_numpy(np.concatenate([guard for _, guard in drawn])).to(device),
+                choice_rows=torch.cat([choice for choice, _ in drawn]),
+                guard_rows=torch.cat([guard for _, guard in drawn]),
                 row_block=settings.row_block_at(ends[0]),
             ),
             settings,
             gathered,
         )
         gathered.read_into(report)
+
+
+@lru_cache(maxsize=4096)
+def _drawn(
+    settings: SparseSettings, heads: int, end: int, rows: int, seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A segment's sampled rows. Kept, because the engine draws them for all layers at once, ahead of their use."""
+    choice, guard = run.draw_rows(settings, heads, end=end, rows=rows, seeds=[seed])
+    return torch.from_numpy(choice).to(device), torch.from_numpy(guard).to(device)
 
 
 def _joined(first: torch.Tensor, rows: int) -> torch.Tensor:
@@ -193,6 +201,8 @@ def watched(device: torch.device, *, timed: bool = True) -> Iterator[Watch]:
 def _timed(watch: Watch, name: str, original: Any) -> Any:
     def call(*arguments: Any, **named: Any) -> Any:
         part = _WATCHED.get(name)
+        if name == "block_scores":
+            watch.selections = 0
         if part is None:
             # The first choice would be made without a guard too; further ones correct it.
             part = "selection" if watch.selections == 0 else GUARD
