@@ -131,6 +131,7 @@ def test_who_waited_for_the_upload_is_not_observed_twice(bench: Bench) -> None:
         job = bench.ended(bench.ask("a", waited=True))
     assert job.result is not None
     assert job.result["cache_state"] == "cold"
+    assert job.result["cached_tokens"] == 0, "of the upload's prefill"
     assert bench.sample(TTFT, model="fake", cache_state="cold") == 1
     assert bench.sample(TTFT, model="fake", cache_state="warm_host") == 0
 
