@@ -1,7 +1,7 @@
 """Makes `attn_implementation="foreword"` known to transformers, and costs nothing where transformers isn't used.
 
 Attention functions need torch, which most uses of this package never load: so they are registered when transformers
-has loaded its own, by a finder that stands aside for all other modules and goes when its work is done.
+has loaded its own, by a finder that stands aside for all other modules.
 """
 
 import importlib
@@ -28,13 +28,21 @@ def _register() -> None:
 
 
 class _Finder(MetaPathFinder):
+    """Finds the awaited module as everybody else does, and has it register us when it is loaded."""
+
+    def __init__(self) -> None:
+        self._asks = False
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _AWAITED:
+        if fullname != _AWAITED or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
