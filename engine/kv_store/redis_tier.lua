@@ -160,9 +160,11 @@ function operations.commit()
     return duplicates
 end
 
+-- Without effect on a writer that has committed, whose answer was lost.
 function operations.abort()
-    redis.call('HDEL', P .. 'writing', given.writer)
-    for _, copy in ipairs(given.copies) do drop_parts(copy.copy, copy.parts) end
+    if redis.call('HDEL', P .. 'writing', given.writer) == 1 then
+        for _, copy in ipairs(given.copies) do drop_parts(copy.copy, copy.parts) end
+    end
     return 0
 end
 

@@ -61,6 +61,7 @@ class RedisKVStore:
         script = files("engine.kv_store").joinpath("redis_tier.lua").read_text("utf-8")
         self._script: Any = self._client.register_script(script)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-redis")
+        self._unended: dict[str, Sequence[_Stored]] = {}  # writers whose end Redis has not heard of
 
     def match(self, chain: Sequence[Segment]) -> int:
         return int(self._run("match", keys=_keys(chain))) if chain else 0
@@ -82,6 +83,7 @@ class RedisKVStore:
         document_bytes = sum(segment_file_bytes(self.layout, segment.num_tokens) for segment in chain)
         if document_bytes > self._max_document_bytes:
             raise StorageFull(document_bytes, self._max_document_bytes)
+        self._end_late()
         own = [_Stored(segment, secrets.token_hex(8), self.layout) for segment in chain[first:]]
         there = {item.segment.key for item in own if self.match([item.segment])}
         fresh = [item for item in own if item.segment.key not in there]
@@ -117,6 +119,7 @@ class RedisKVStore:
 
     def sweep(self) -> int:
         """Remove what expired and what dead writers left. Returns the bytes freed."""
+        self._end_late()
         return int(self._run("sweep"))
 
     @property
@@ -149,7 +152,27 @@ class RedisKVStore:
 
         self._guarded(send)
 
-    def end(self, operation: Literal["commit", "abort"], writer: str, fresh: Sequence["_Stored"]) -> int:
+    def commit(self, writer: str, fresh: Sequence["_Stored"]) -> int:
+        """How many segments another had stored meanwhile, -1 where the writer's room was given to others."""
+        try:
+            return self._end("commit", writer, fresh)
+        except OSError:  # it may have been done all the same: then nothing is left to abort
+            self._unended[writer] = fresh
+            raise
+
+    def abort(self, writer: str, fresh: Sequence["_Stored"]) -> None:
+        """Where Redis fails the next writer or sweep does it."""
+        try:
+            self._end("abort", writer, fresh)
+        except OSError:
+            self._unended[writer] = fresh
+
+    def _end_late(self) -> None:
+        for writer, fresh in list(self._unended.items()):
+            self._end("abort", writer, fresh)
+            del self._unended[writer]
+
+    def _end(self, operation: Literal["commit", "abort"], writer: str, fresh: Sequence["_Stored"]) -> int:
         return int(self._run(operation, writer=writer, copies=[item.as_json() for item in fresh]))
 
     def _run(self, operation: str, **arguments: Any) -> Any:
@@ -341,9 +364,8 @@ class RedisWriter:
         if heads:
             self._store.put(heads)
         self._closed = True
-        duplicates = self._store.end("commit", self._writer, self._fresh)
+        duplicates = self._store.commit(self._writer, self._fresh)
         if duplicates < 0:
-            self._store.end("abort", self._writer, self._fresh)
             raise KVError("the room of this writer was given to others, nothing is stored")
         if duplicates:
             self._store.counters.add("duplicate_segments", amount=duplicates)
@@ -354,7 +376,7 @@ class RedisWriter:
     def abort(self) -> None:
         if not self._closed:
             self._closed = True
-            self._store.end("abort", self._writer, self._fresh)
+            self._store.abort(self._writer, self._fresh)
 
     @property
     def _fresh(self) -> list[_Stored]:

@@ -168,6 +168,40 @@ def test_what_a_dead_writer_left_in_redis_goes(redis_url: str, server: RedisServ
     store.close()
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_writer_that_could_not_end_ends_later(committed: bool, redis_url: str, server: RedisServer) -> None:
+    store = RedisKVStore(redis_url, LAYOUT, cap_bytes=full_bytes(LINKS))
+    writer: Any = store.open_writer(LINKS, first=0, owner="job")
+    write_layers(writer, LINKS, range(5))
+    if committed:  # the answer is lost, not the commit
+        store._client.close()
+        end = store._end
+
+        def lost(*arguments: Any) -> int:
+            end(*arguments)
+            raise OSError("the connection is gone")
+
+        store._end = lost  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="is gone"):
+            writer.commit()
+        store._end = end  # type: ignore[method-assign]
+    else:
+        server.kill()
+        with pytest.raises(OSError, match="Redis failed"):
+            writer.commit()
+        writer.abort()
+        server.start()
+    store.sweep()
+    if committed:
+        reader = store.open_reader(LINKS)
+        assert_right(reader, LINKS)
+        reader.close()
+    else:
+        assert store.stored_bytes == 0
+        store_chain(store, LINKS)
+    store.close()
+
+
 # --- behind a machine's own store ---
 
 
