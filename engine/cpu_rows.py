@@ -1,6 +1,6 @@
 """Prefill's rows on the CPU: a segment at a time, on fixed tiles."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,15 +10,13 @@ from engine import forward
 from engine.chain import SEGMENT_TOKENS, Segment, TokenIds
 from engine.kv_format import KVFormat
 from engine.model import Model
-from engine.prefill_rows import Keep
+from engine.prefill_rows import ROW_GRANULE, Keep, Stripe, own_tokens, places
 from engine.sparse.attend import attend
 from engine.sparse.report import AttentionReport
 from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask, segment_seed
 from engine.work import PrefillWork
 
-# The last tile of a document is padded to a multiple of it.
-ROW_GRANULE = 64
 # Positions whose rotary cosines and sines are kept from layer to layer: 256 bytes each for heads of 64.
 _KEPT_ROTATIONS = 65_536
 
@@ -34,16 +32,18 @@ class CpuRows:
         settings: SparseSettings,
         work: PrefillWork,
         kv: KVFormat,
+        own: Sequence[Segment] | None = None,
     ) -> None:
+        """`own`: the new segments whose rows are computed here, in order; all of them where not given."""
         spec = model.spec
         self._model, self._chain, self._settings, self._kv_format = model, chain, settings, kv
         self._tile_rows = work.tile_rows
         self._rotations: dict[int, forward.Rotation] = {}
         self._first_segment = first_segment
-        self._first_row, self._end = chain[first_segment].start, chain[-1].end
-        padded = -(-(self._end - self._first_row) // ROW_GRANULE) * ROW_GRANULE
+        self._own = chain[first_segment:] if own is None else own
+        self._places, padded = places(self._own)
         self._hidden = torch.zeros(padded, spec.hidden, dtype=model.dtype)
-        self._kv = torch.zeros(2, spec.kv_heads, self._end, spec.head_dim, dtype=model.dtype)
+        self._kv = torch.zeros(2, spec.kv_heads, chain[-1].end, spec.head_dim, dtype=model.dtype)
         self.report = AttentionReport()
 
     @property
@@ -51,9 +51,7 @@ class CpuRows:
         return self._hidden.nbytes
 
     def embed(self, tokens: TokenIds) -> Iterator[None]:
-        padded = np.zeros(len(self._hidden), dtype=np.int64)
-        padded[: len(tokens)] = tokens
-        ids = torch.from_numpy(padded)
+        ids = torch.from_numpy(own_tokens(tokens, self._own, self._chain[self._first_segment]))
         for first in range(0, len(ids), SEGMENT_TOKENS):
             rows = slice(first, first + SEGMENT_TOKENS)
             self._hidden[rows] = forward.embed(self._model, ids[rows])
@@ -61,23 +59,42 @@ class CpuRows:
 
     def load(self, buffers: Sequence[memoryview]) -> None:
         for segment, buffer in zip(self._chain, buffers, strict=False):
-            rows = self._kv[:, :, segment.start : segment.end]
             # Read only, which torch has no notion of; so it is copied.
-            self._kv_format.unpack(torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8).copy()), rows)
+            self.place(segment, torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8).copy()))
 
     def layer(self, layer: int, keep: Keep | None) -> Iterator[Segment | None]:
-        for index, segment in enumerate(self._chain[self._first_segment :]):
-            queries = []
-            tiles = self._tiles(segment)
-            for tile in tiles:
-                queries.append(self._project(layer, segment, tile))
-                yield None
-            rows = self._kv[:, :, segment.start : segment.end]
-            packed = self._kv_format.pack(rows.flatten(0, 1), rows)
-            yield from self._attend(layer, segment, tiles, queries[0] if len(queries) == 1 else torch.cat(queries))
+        for segment in self._own:
+            stripe = yield from self.project(layer, [segment])
+            yield from self.attend(stripe)
             if keep is not None:
-                keep(index, packed.numpy().data)
+                self.send(segment, stripe.packed[0], keep)
             yield segment
+
+    def project(self, layer: int, segments: Sequence[Segment]) -> Generator[None, None, Stripe]:
+        stripe = Stripe(layer)
+        for segment in segments:
+            queries = []
+            for tile in self._tiles(segment):
+                queries.append(self._project(layer, segment, tile))
+                yield
+            rows = self._kv[:, :, segment.start : segment.end]
+            stripe.parts.append(([segment], queries[0] if len(queries) == 1 else torch.cat(queries)))
+            stripe.packed.append(self._kv_format.pack(rows.flatten(0, 1), rows))
+        return stripe
+
+    def attend(self, stripe: Stripe) -> Iterator[None]:
+        for (segment,), queries in stripe.parts:
+            yield from self._attend(stripe.layer, segment, self._tiles(segment), queries)
+
+    def place(self, segment: Segment, packed: torch.Tensor) -> None:
+        self._kv_format.unpack(packed, self._kv[:, :, segment.start : segment.end])
+
+    def send(self, segment: Segment, packed: torch.Tensor, keep: Keep) -> None:
+        keep(segment.index - self._first_segment, packed.numpy().data)
+
+    def hidden_of(self, segment: Segment) -> torch.Tensor:
+        first, size = self._places[segment.index]
+        return self._hidden[first : first + size]
 
     def settle(self) -> None:
         """Everything is done at once here."""
@@ -89,8 +106,8 @@ class CpuRows:
         self.snapshot()[:] = hidden
 
     def last_logits(self) -> torch.Tensor:
-        last = self._end - 1 - self._first_row
-        return forward.logits(self._model, self._hidden[last : last + 1])[0]
+        last = self._chain[-1]
+        return forward.logits(self._model, self.hidden_of(last)[last.num_tokens - 1 : last.num_tokens])[0]
 
     def close(self) -> None:
         self._hidden = self._kv = torch.empty(0)
@@ -98,7 +115,7 @@ class CpuRows:
 
     def _project(self, layer: int, segment: Segment, tile: range) -> torch.Tensor:
         """A tile's queries; its K and V go into their places."""
-        hidden = self._hidden[tile.start - self._first_row : tile.stop - self._first_row]
+        hidden = self.hidden_of(segment)[tile.start - segment.start : tile.stop - segment.start]
         weights = self._model.layers[layer]
         q, k, v = forward.queries_keys_values(self._model, weights, hidden, self._rotation(tile))
         real = min(tile.stop, segment.end)
@@ -120,11 +137,10 @@ class CpuRows:
             seed=segment_seed(segment, layer),
         )
         yield from attend(task, self._settings, self.report)
-        weights = self._model.layers[layer]
+        weights, hidden = self._model.layers[layer], self.hidden_of(segment)
         for tile in tiles:
-            rows = slice(tile.start - self._first_row, tile.stop - self._first_row)
-            attended = out[tile.start - segment.start : tile.stop - segment.start]
-            self._hidden[rows] = forward.finish_layer(self._model, weights, self._hidden[rows], attended)
+            rows = slice(tile.start - segment.start, tile.stop - segment.start)
+            hidden[rows] = forward.finish_layer(self._model, weights, hidden[rows], out[rows])
             yield
 
     def _tiles(self, segment: Segment) -> list[range]:

@@ -3,6 +3,8 @@
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,14 +18,17 @@ from engine.errors import ContextTooLong, InvalidRequest, KVMissing, ModelError
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, KVStore, PrefillRequest
 from engine.kv_format import KVFormat, kv_format
 from engine.model import Model, load_model
+from engine.parallel.group import RankGroup
+from engine.parallel.process import RankParts
 from engine.prefill import LayerMajorPrefill
+from engine.prefill_rows import RowsInHalves, prefill_rows
 from engine.prefix_kv import Prefix, PrefixKV
 from engine.resume import ResumeFolder
 from engine.sampling import check_sampling
 from engine.sparse.settings import SparseSettings, default_settings, for_fidelity
 from engine.threads import keep_freed_memory
-from engine.work import MachineRates, PrefillWork
-from kernels import selftest
+from engine.work import MachineRates, PrefillWork, gpu_rates
+from kernels import dispatch, selftest
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +49,14 @@ class LocalEngine:
         checkpoint_s: float = 5.0,
         rates: MachineRates | None = None,
         kv: KVFormat | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """Raises ModelError where a head config is another model's."""
+        """`ranks` are closed with the engine. Raises ModelError where a head config is another model's."""
         self._model, self._decode, self.store = model, decode, store
         self._resume, self._checkpoint_s = resume, checkpoint_s
         self._sparse = sparse or default_settings(model.device.type)
         self._kv = kv or KVFormat(model.dtype)
+        self._ranks = ranks
         if self._sparse.head_config is not None:
             self._sparse.head_config.check(num_layers=model.spec.num_layers, heads=model.spec.heads)
         self._work = PrefillWork(model.spec, rates or MachineRates())
@@ -84,7 +91,7 @@ class LocalEngine:
         return chain[stored - 1].end if stored else 0
 
     def start_prefill(self, request: PrefillRequest) -> LayerMajorPrefill:
-        """Raises ContextTooLong, InvalidRequest for an empty prefix, StorageFull."""
+        """Raises ContextTooLong, InvalidRequest for an empty prefix, StorageFull, RankLost."""
         if len(request.tokens) == 0:
             raise InvalidRequest("got an empty prefix, expected at least one token")
         if len(request.tokens) > self.max_positions:
@@ -104,6 +111,7 @@ class LocalEngine:
             checkpoint_s=self._checkpoint_s,
             work=self._work,
             kv=self._kv,
+            ranks=self._ranks,
         )
 
     def start_answer(self, request: AnswerRequest) -> DenseAnswer:
@@ -124,6 +132,11 @@ class LocalEngine:
         except BaseException:
             self._unshare(chain[-1].key, prefix)
             raise
+
+    def close(self) -> None:
+        """End the processes of other ranks, if there are any."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def chain(self, tokens: TokenIds, salt: bytes, fidelity: Fidelity) -> list[Segment]:
         """The keyed segments under which the KV of `tokens` is stored."""
@@ -171,15 +184,17 @@ def open_engine(
     sparse: SparseSettings | None = None,
     linears: str = "auto",
     kv_dtype: str = "auto",
+    gpus: int = 1,
 ) -> LocalEngine:
     """Load the Hugging Face folder `folder` and open its KV store, whose layout the model decides.
 
     device: auto (a GPU where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16 or float32; auto is bfloat16
     where the processor computes in it. linears: auto (as dtype) or float8. kv_dtype: auto (as dtype), bfloat16,
-    float32 or float8. threads: 0 leaves PyTorch's choice.
+    float32 or float8. threads: 0 leaves PyTorch's choice. gpus: how many compute a document together, `device`
+    and those behind it, each but the first in a process of its own; on a CPU so many processes.
 
     On a GPU every kernel is checked against its reference first; one that fails is replaced, with a log line.
-    Raises ModelError, ValueError for an unknown device or dtype.
+    Raises ModelError, ValueError for an unknown device or dtype or too few GPUs, EngineError where ranks don't start.
     """
     place = _device(device)
     keep_freed_memory()
@@ -189,11 +204,17 @@ def open_engine(
         raise ValueError(f"linears: got {linears!r}, expected auto or float8")
     number = _dtype(dtype, place)
     kv = kv_format(kv_dtype, number)
-    model = load_model(folder, dtype=number, device=place, fp8_linears=linears == "float8")
-    tokenizer = load_tokenizer(folder)
-    if place.type == "cuda":
-        selftest.run(place, head_dims=(model.spec.head_dim,))
-    store = open_store(kv.layout(model.spec))
+    open_rank = partial(_open_rank, folder, number, linears == "float8")
+    with ExitStack() as undo:
+        ranks = RankGroup(gpus, open_rank, place) if gpus > 1 else None
+        if ranks is not None:
+            undo.callback(ranks.close)
+        parts = open_rank(place)
+        model, tokenizer = parts.model, load_tokenizer(folder)
+        if ranks is not None:
+            ranks.join(parts)
+        store = open_store(kv.layout(model.spec))
+        undo.pop_all()
     log.info(
         "engine open",
         extra={
@@ -203,6 +224,7 @@ def open_engine(
             "linears": model.linear_dtype or str(model.dtype),
             "kv": str(kv.dtype),
             "threads": torch.get_num_threads(),
+            "ranks": gpus,
         },
     )
     return LocalEngine(
@@ -213,7 +235,26 @@ def open_engine(
         sparse=sparse,
         checkpoint_s=checkpoint_s,
         kv=kv,
+        rates=gpu_rates(linears) if place.type == "cuda" else None,
+        ranks=ranks,
     )
+
+
+def _open_rank(folder: Path, dtype: torch.dtype, fp8_linears: bool, device: torch.device) -> RankParts:
+    """What a rank computes with, or the only one. Raises ModelError."""
+    model = load_model(folder, dtype=dtype, device=device, fp8_linears=fp8_linears)
+    fingerprint = f"{model.weights_digest} {model.dtype} {model.linear_dtype}"
+    if device.type == "cuda":
+        selftest.run(device, head_dims=(model.spec.head_dim,))
+        fingerprint += f" {sorted((op, path) for op, (path, _) in dispatch.paths().items())}"
+    work = PrefillWork(model.spec, MachineRates())
+
+    def open_rows(
+        chain: Sequence[Segment], first: int, settings: SparseSettings, kv: KVFormat, own: Sequence[Segment]
+    ) -> RowsInHalves:
+        return prefill_rows(model, chain, first, settings, work, kv, own)
+
+    return RankParts(model, open_rows, fingerprint)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

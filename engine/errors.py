@@ -4,6 +4,7 @@ EngineError
 ├── ModelError            the model folder is missing, incomplete or of an unknown family
 ├── InvalidRequest        a request that can never succeed
 │   └── ContextTooLong    more tokens than the model's positions
+├── RankLost              a process that computed one of a document's parts is gone; the engine must be opened anew
 ├── OutOfMemory           the work needs more memory than the machine has free
 ├── Cancelled             the caller withdrew the work between two steps
 └── KVError
@@ -34,6 +35,10 @@ class ContextTooLong(InvalidRequest):
     def __init__(self, got: int, limit: int) -> None:
         super().__init__(f"{got} tokens are more than the {limit} positions of this model")
         self.got, self.limit = got, limit
+
+
+class RankLost(EngineError):
+    code = "rank_lost"
 
 
 class OutOfMemory(EngineError):

@@ -16,6 +16,7 @@ from engine.errors import Cancelled, EngineError, KVMissing
 from engine.interfaces import KVReader, KVStore, KVWriter, PrefillRequest, PrefillResult
 from engine.kv_format import KVFormat
 from engine.model import Model
+from engine.parallel.group import RankGroup
 from engine.prefill_rows import Keep, PrefillRows, prefill_rows
 from engine.resume import ResumeFile, ResumeFolder
 from engine.sparse.report import AttentionReport
@@ -48,11 +49,15 @@ class LayerMajorPrefill:
         checkpoint_s: float,
         work: PrefillWork,
         kv: KVFormat,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """Raises StorageFull where the KV will not fit, OutOfMemory where the rows do not."""
+        """`ranks`: who computes the rows together, where there is enough to do and they are free.
+
+        Raises StorageFull where the KV will not fit, OutOfMemory where the rows do not, RankLost.
+        """
         self._model, self._store, self._chain, self._request = model, store, chain, request
         self._settings, self._resume_folder, self._checkpoint_s, self._work = settings, resume, checkpoint_s, work
-        self._kv_format = kv
+        self._kv_format, self._ranks = kv, ranks
         self._started = time.monotonic()
         self._attempts = 0
         self._result: PrefillResult | None = None
@@ -170,6 +175,9 @@ class LayerMajorPrefill:
         self._steps = self._run()
 
     def _open_rows(self) -> PrefillRows:
+        ranks = self._ranks
+        if ranks is not None and ranks.takes(len(self._chain) - self._first):
+            return ranks.open_rows(self._chain, self._first, self._settings, self._kv_format)
         return prefill_rows(self._model, self._chain, self._first, self._settings, self._work, self._kv_format)
 
     @property

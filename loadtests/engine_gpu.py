@@ -23,6 +23,7 @@ from engine.cuda.rows import CudaRows
 from engine.interfaces import Fidelity, KVLayout, PrefillRequest, PrefillResult
 from engine.kv_format import KVFormat
 from engine.model import LayerWeights, Model, fp8_layer
+from engine.parallel import RankGroup
 from engine.prefill import LayerMajorPrefill
 from engine.prefill_rows import PrefillRows
 from engine.rope import frequencies
@@ -136,6 +137,8 @@ class PlantedPrefill(LayerMajorPrefill):
     heads: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _open_rows(self) -> PrefillRows:
+        if self._ranks is not None:  # they plant their own
+            return super()._open_rows()
         kind = CudaRows if self.heads is None else PlantedRows
         rows = kind(self._model, self._chain, self._first, self._settings, self._kv_format)
         if isinstance(rows, PlantedRows) and self.heads is not None:
@@ -159,6 +162,7 @@ def prefill(
     settings: SparseSettings | None = None,
     store: KeptInMemory | None = None,
     kv: KVFormat = _FP8,
+    ranks: RankGroup | None = None,
 ) -> Measured:
     """One prefill; seconds to the last row's logits."""
     settings = for_fidelity(settings or default_settings("cuda"), fidelity)
@@ -171,7 +175,7 @@ def prefill(
     torch.cuda.synchronize()
     made = PlantedPrefill(
         model, store, chain, request, settings, resume=None, checkpoint_s=1e9,  # type: ignore[arg-type]
-        work=PrefillWork(model.spec, MachineRates()), kv=kv,
+        work=PrefillWork(model.spec, MachineRates()), kv=kv, ranks=ranks,
     )  # fmt: skip
     while made.step():
         pass

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection
 
+from engine.errors import RankLost
 from engine.interfaces import PrefillRequest, PrefillResult
 from service.queue.base import Job, JobKind, LeaseLost, QueueUnavailable
 from service.stages.answer import AnswerJob
@@ -333,7 +334,7 @@ class Scheduler:
         except Exception:  # its lease will end, and the job go to the next attempt
             log.exception("failure of job %s not recorded", task.job.id)
             again = True
-        if "CUDA error" in str(error):  # nothing works on the device behind one of these
+        if "CUDA error" in str(error) or isinstance(error, RankLost):  # nothing works on the device behind one of these
             raise EngineBroken(str(error)) from error
         return again
 

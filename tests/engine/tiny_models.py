@@ -60,7 +60,7 @@ def random_tokens(count: int, seed: int = 0) -> TokenIds:
 
 
 def prefill_request(tokens: TokenIds, **fields: Any) -> PrefillRequest:
-    return PrefillRequest(tokens=tokens, salt=b"salt", owner=fields.pop("owner", "job"), holder="document", **fields)
+    return PrefillRequest(tokens=tokens, salt=b"salt", **{"owner": "job", "holder": "document"} | fields)
 
 
 def run(prefill: LayerMajorPrefill) -> LayerMajorPrefill:
