@@ -1,13 +1,15 @@
 """What a flood costs the other tenants: `make fairness`.
 
-Twenty tenants, an API key each, all of them busy: each has one round under way at all times. In a flood one of them has
-forty under way, not one. Phases without and with the flood alternate on the same server. A round is a question of some
-hundred tokens without a document, or, with `--work documents`, an upload of a small document and a question about it.
-Its wait is what its jobs waited before their work began, from the queue's own records; `flood_p95_ratio` is the 95th
-percentile in the flood over that without, of the tenant that fares worst, the flooding one left out.
+Twenty tenants, an API key each, all of them busy: each has two rounds under way at all times. In a flood one of them
+has forty under way, not two. Phases without and with the flood alternate on the same server. A round is a question of
+some hundred tokens without a document, or, with `--work documents`, an upload of a small document and a question about
+it. Its wait is what its jobs waited before their work began, from the queue's own records; `flood_p95_ratio` is the
+95th percentile in the flood over that without, of the tenant that fares worst, the flooding one left out.
 
-    python -m loadtests.fairness --only embedded     `foreword serve`, SQLite, the default model
-    python -m loadtests.fairness --only cluster      an API and a worker over Redis; the engine is tests' fake one
+    python -m loadtests.fairness --only embedded     one machine's `foreword serve`, SQLite
+    python -m loadtests.fairness --only cluster      an API and a worker over Redis
+
+The engine is the tests' fake one, which takes its time and computes nothing; `--engine real` has the default model.
 """
 
 import argparse
@@ -40,7 +42,9 @@ from service.queue.sqlite_queue import SqliteQueue
 
 COMMAND = "make fairness"
 TENANTS = 20
+EACH = 2  # rounds that a tenant has under way
 FLOOD = 40  # rounds that the flooding tenant has under way
+ANSWER_TOKENS = 8
 WARM_UP_S = 10.0  # of each phase: what began in it doesn't count
 TEXT_TOKENS = 200  # of a question without a document, or of a document
 TIMEOUT_S = 300.0
@@ -55,28 +59,37 @@ class Place:
 
     url: str
     queue: Queue
-    engine: str
-    answer_tokens: int
-    word: str = ""  # in every question
+    engine: str  # fake | real
+
+
+FAKE = "fake: 50 ms a prefill, 2.5 ms a token"
+REAL = "the default model"
+
+
+def engine_settings(folder: Path, engine: str) -> dict[str, Any]:
+    if engine == "real":
+        return {}
+    from tests.service.prompt_models import save_folder
+
+    return {"model": save_folder(folder / "model", "chatml")}
 
 
 @contextmanager
-def embedded(folder: Path) -> Iterator[Place]:
-    with LocalServer(folder, keys=KEYS, disk_floor_bytes=0) as server:
+def embedded(folder: Path, engine: str = "fake") -> Iterator[Place]:
+    program = ("-m", "foreword", "serve") if engine == "real" else ("-m", "tests.service.fake_serve")
+    settings = engine_settings(folder, engine)
+    with LocalServer(folder, keys=KEYS, program=program, disk_floor_bytes=0, **settings) as server:
         database = Database(database_path(server.data_dir))
         queue = SqliteQueue(database)
         try:
-            yield Place(server.url, queue, "the default model", 4)
+            yield Place(server.url, queue, engine)
         finally:
             queue.close()
             database.close()
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Place]:
-    from tests.service.prompt_models import save_folder
-
-    model = save_folder(folder / "model", "chatml")
+def cluster(folder: Path, engine: str = "fake") -> Iterator[Place]:
     write_keys(folder / "keys.json", KEYS)
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder / "redis"))
@@ -84,9 +97,9 @@ def cluster(folder: Path) -> Iterator[Place]:
             Cluster(
                 folder,
                 redis.url,
-                worker=("-m", "tests.service.fake_worker"),
-                model=model,
+                worker=("-m", "foreword", "worker") if engine == "real" else ("-m", "tests.service.fake_worker"),
                 api_keys_file=folder / "keys.json",
+                **engine_settings(folder, engine),
             )
         )
         api = members.api("api")
@@ -96,7 +109,7 @@ def cluster(folder: Path) -> Iterator[Place]:
         stack.callback(store.close)
         queue = RedisQueue(store)
         stack.callback(queue.close)
-        yield Place(api.url, queue, "fake: 50 ms a prefill, 2.5 ms a token", 32, "STORY")
+        yield Place(api.url, queue, engine)
 
 
 PLACES = {"embedded": embedded, "cluster": cluster}
@@ -112,7 +125,7 @@ async def run_phase(place: Place, texts: Texts, seconds: float, work: str, *, fl
     async def user(client: httpx.AsyncClient, model: str) -> None:
         while time.monotonic() < deadline:
             text = texts.draw(TEXT_TOKENS, needles=1)
-            question = f"{place.word} {next(iter(text.numbers))}"
+            question = f"STORY {next(iter(text.numbers))}"  # the fake engine's answer is a long one then
             content: list[dict[str, Any]] = [{"type": "text", "text": f"{text.data.decode()}\n{question}"}]
             if work == "documents":
                 files = {"file": (text.name, text.data)}
@@ -122,7 +135,7 @@ async def run_phase(place: Place, texts: Texts, seconds: float, work: str, *, fl
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": content}],
-                "max_tokens": place.answer_tokens,
+                "max_tokens": ANSWER_TOKENS,
             }
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()
 
@@ -134,7 +147,7 @@ async def run_phase(place: Place, texts: Texts, seconds: float, work: str, *, fl
             client = httpx.AsyncClient(base_url=place.url, headers=headers, timeout=TIMEOUT_S, limits=limits)
             await stack.enter_async_context(client)
             model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-            users += [user(client, model) for _ in range(FLOOD if flood and tenant == FLOODING else 1)]
+            users += [user(client, model) for _ in range(FLOOD if flood and tenant == FLOODING else EACH)]
         await asyncio.gather(*users)
 
 
@@ -196,6 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(PLACES))
     parser.add_argument("--work", choices=("questions", "documents"), default="questions")
+    parser.add_argument("--engine", choices=("fake", "real"), default="fake")
     parser.add_argument("--seconds", type=float, default=75.0, help="of each phase, behind its warm-up")
     parser.add_argument("--pairs", type=int, default=2, help="phases without and with the flood")
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for a quiet machine")
@@ -203,24 +217,27 @@ def main() -> int:
     arguments = parser.parse_args()
     for name in [arguments.only] if arguments.only else PLACES:
         load = 0.0 if arguments.dry else wait_until_quiet(arguments.patience)
-        with tempfile.TemporaryDirectory(prefix="fairness-") as folder, PLACES[name](Path(folder)) as place:
+        with (
+            tempfile.TemporaryDirectory(prefix="fairness-") as folder,
+            PLACES[name](Path(folder), arguments.engine) as place,
+        ):
             quiet, flood = measure(place, arguments.seconds, arguments.pairs, arguments.work)
         found = ratios(quiet, flood)
         worst = max(found, key=lambda tenant: found[tenant])
         print(f"{name}: worst {found[worst]:.3f}, median {statistics.median(found.values()):.3f}", flush=True)
         if not arguments.dry:
             write_entry(
-                entry_name(name, arguments.work),
+                entry_name(name, arguments.work, arguments.engine),
                 found[worst],
                 "ratio",
                 better="lower",
                 samples=list(found.values()),
-                command=f"{COMMAND} ARGS='--only {name} --work {arguments.work}'",
-                engine=place.engine,
+                command=f"{COMMAND} ARGS='--only {name} --work {arguments.work} --engine {arguments.engine}'",
+                engine=REAL if place.engine == "real" else FAKE,
                 work=arguments.work,
-                answer_tokens=place.answer_tokens,
+                answer_tokens=ANSWER_TOKENS,
                 tenants=TENANTS,
-                rounds_under_way={"each tenant": 1, "the flooding one in the flood": FLOOD},
+                rounds_under_way={"each tenant": EACH, "the flooding one in the flood": FLOOD},
                 rounds={"quiet": _counts(quiet), "flood": _counts(flood)},
                 p95_wait_s={"quiet": _spread(quiet), "flood": _spread(flood)},
                 flooding_p95_wait_s=percentile(flood[FLOODING], 0.95),
@@ -229,9 +246,9 @@ def main() -> int:
     return 0
 
 
-def entry_name(place: str, work: str) -> str:
-    parts = ["flood_p95_ratio", *(word for word in (place, work) if word not in ("embedded", "questions"))]
-    return "_".join(parts)
+def entry_name(place: str, work: str, engine: str) -> str:
+    usual = ("embedded", "questions", "fake")
+    return "_".join(["flood_p95_ratio", *(word for word in (place, work, engine) if word not in usual)])
 
 
 def _counts(found: Mapping[str, Sequence[float]]) -> dict[str, int]:

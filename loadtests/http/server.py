@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,14 @@ STOP_S = 60.0
 class LocalServer:
     """Started with its block, gone with it. `keys`: tenants by API key; `settings` are those of service.settings."""
 
-    def __init__(self, folder: Path, *, keys: Mapping[str, str] | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keys: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "foreword", "serve"),
+        **settings: object,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.data_dir = folder / "data"
         self.log = folder / "server.log"
@@ -34,6 +41,7 @@ class LocalServer:
             values["api_keys_file"] = folder / "keys.json"
             write_keys(folder / "keys.json", keys)
         self._environment = {f"FOREWORD_{name.upper()}": str(value) for name, value in values.items()}
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "LocalServer":
@@ -41,9 +49,7 @@ class LocalServer:
         environment = {**os.environ, **self._environment}
         environment.pop("OMP_NUM_THREADS", None)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "foreword", "serve"], env=environment, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([sys.executable, *self._program], env=environment, stdout=log, stderr=log)
         deadline = time.monotonic() + START_S
         try:
             while not self._ready():
