@@ -173,15 +173,22 @@ class Metrics:
         self.kv_dead_sessions = counter(
             "foreword_kv_dead_sessions", "Processes that ended without closing the KV store; what they left was settled"
         )
-        self.kv_shared_errors = counter("foreword_kv_shared_errors", "Uses of a shared tier that failed", "tier")
+        self.kv_shared_errors = counter(
+            "foreword_kv_shared_errors",
+            "Uses of a shared tier that failed",
+            "tier",
+            known=[("directory",), ("redis",)],
+        )
         self.kv_hits = counter(
             "foreword_kv_hits",
             "Segments opened for reading, by the slowest tier they needed",
             "tier",
-            known=[("disk",), ("host",)],
+            known=[("disk",), ("host",), ("shared",)],
         )
         self.kv_misses = counter("foreword_kv_misses", "Prefixes whose KV could not be opened")
-        self.kv_read_bytes = counter("foreword_kv_read_bytes", "Bytes of KV read", "tier", known=[("disk",), ("host",)])
+        self.kv_read_bytes = counter(
+            "foreword_kv_read_bytes", "Bytes of KV read", "tier", known=[("disk",), ("host",), ("shared",)]
+        )
         self.kv_written_bytes = counter("foreword_kv_written_bytes", "Bytes of KV written to disk")
         self.kv_decisions = counter(
             "foreword_kv_decisions", "How a prefix's KV was come by", "decision", known=[(name,) for name in DECISIONS]
