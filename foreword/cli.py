@@ -22,6 +22,7 @@ Kind = Literal["auto", "repo", "bundle", "doc"]
 FidelityName = Literal["default", "strict", "fast", "exact"]
 PolicyName = Literal["adaptive", "dense", "a_shape", "vertical_slash", "block_sparse"]
 KindOption = Annotated[Kind, typer.Option(help="What PATH is; auto looks")]
+GpusOption = Annotated[int | None, typer.Option(min=1, help="GPUs that compute one document together (FOREWORD_GPUS)")]
 FidelityOption = Annotated[
     FidelityName, typer.Option(help="Recall target: default 0.95, strict 0.99, fast 0.90, exact")
 ]
@@ -49,24 +50,25 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (FOREWORD_HOST)")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for any (FOREWORD_PORT)")] = None,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without API keys")] = False,
+    gpus: GpusOption = None,
 ) -> None:
     """Serve the HTTP API with one worker, everything kept in FOREWORD_DATA_DIR."""
     from service.serve import serve as run
     from service.settings import Settings
 
-    given: dict[str, object] = {"host": host, "port": port, "insecure": insecure or None}
+    given: dict[str, object] = {"host": host, "port": port, "insecure": insecure or None, "gpus": gpus}
     run(Settings(**{name: value for name, value in given.items() if value is not None}))  # type: ignore[arg-type]
 
 
 @app.command()
-def worker() -> None:
+def worker(gpus: GpusOption = None) -> None:
     """Work on the jobs of FOREWORD_DATA_DIR (`serve` starts one by itself)."""
     from service.logs import configure_logging, log_uncaught
     from service.metrics_folder import join_metrics
     from service.settings import Settings
     from service.worker import run_worker
 
-    settings = Settings().resolved()
+    settings = (Settings() if gpus is None else Settings(gpus=gpus)).resolved()
     configure_logging(settings.log_level)
     log_uncaught()
     join_metrics(settings.data_dir)

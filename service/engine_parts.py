@@ -62,7 +62,7 @@ class StoreReport:
 
 
 def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
-    """Raises ModelError, ValueError (an unknown device or dtype), OSError, KVError."""
+    """Raises ModelError, ValueError (an unknown device or dtype, too few GPUs), OSError, EngineError."""
     from engine.device import buffer_memory, device_type
     from engine.engine import open_engine
     from kernels.dispatch import paths
@@ -117,6 +117,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         dtype=settings.dtype,
         linears=settings.linears,
         kv_dtype=settings.kv_dtype,
+        gpus=settings.gpus,
         threads=settings.threads,
         sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),
     )
@@ -127,13 +128,17 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         needs = plan(spec, num_tokens, itemsize=itemsize)
         return needs.peak_memory_bytes - needs.weight_bytes
 
+    def close() -> None:
+        engine.close()
+        store.close()
+
     return EngineParts(
         engine,
         store,
         model,
         folder / "tokenizer.json",
         report,
-        store.close,
+        close,
         StoreReport(store),
         engine.device,
         prefill_bytes,

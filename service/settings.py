@@ -33,6 +33,7 @@ class Settings(BaseSettings):
     kv_dtype: Literal["auto", "bfloat16", "float32", "float8"] = Field(
         default="auto", description="What KV is kept in: as dtype, or FP8 with a scale per 128 tokens and KV head"
     )
+    gpus: int = Field(default=1, ge=1, description="GPUs that a worker computes one document with, device and the next")
     threads: int = Field(default=0, ge=0, description="CPU threads of the engine; 0: all cores")
     sparse_policy: Literal["adaptive", "dense", "a_shape", "vertical_slash", "block_sparse"] | None = Field(
         default=None,

@@ -81,11 +81,11 @@ class RankGroup:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def takes(self, num_segments: int) -> bool:
-        """Whether a prefill of so many new segments is for the group, now: every rank gets two stripes at least.
+        """Whether a prefill of so many new segments is for the group, now: each rank has something to do.
 
         What isn't is for rank 0 alone, and has the same KV.
         """
-        return not self._busy and num_segments >= 2 * self.size
+        return not self._busy and num_segments >= self.size
 
     def open_rows(self, chain: Sequence[Segment], first: int, settings: SparseSettings, kv: KVFormat) -> LeadingRows:
         """Rows of `chain[first:]` on all ranks. Raises RankLost, OutOfMemory."""

@@ -86,7 +86,9 @@ class Link:
             dist.group.WORLD.abort()
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of a group that was aborted, or whose ranks are gone
+        """Without the others, who may be gone."""
+        self.abort()
+        with contextlib.suppress(RuntimeError):
             if dist.is_initialized():
                 dist.destroy_process_group()
 

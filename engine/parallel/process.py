@@ -1,10 +1,11 @@
 """What a rank's process does: opens its model, then follows rank 0's commands until their pipe ends."""
 
-import logging
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.chain import Segment
-from engine.errors import OutOfMemory
+from engine.errors import EngineError, OutOfMemory
 from engine.kv_format import KVFormat
 from engine.model import Model
 from engine.parallel import commands
@@ -24,8 +25,6 @@ from engine.parallel.rows import SharedRows
 from engine.prefill_rows import RowsInHalves
 from engine.sparse.report import AttentionReport
 from engine.sparse.settings import SparseSettings
-
-log = logging.getLogger(__name__)
 
 # Rank 0 may do other work for long between two steps of a prefill; its end is noticed in other ways.
 _PATIENCE_S = 7 * 24 * 3600.0
@@ -62,11 +61,20 @@ def run_rank(
         with torch.inference_mode():
             _Follower(pipe, link, parts).run()
     except (EOFError, BrokenPipeError):  # rank 0 has closed the group
-        return
+        status = 0
     except BaseException as error:
-        log.exception("rank %d fails", rank)
-        pipe.send(commands.Failed(f"{type(error).__name__}: {error}"))
-        raise SystemExit(1) from error
+        with contextlib.suppress(OSError):
+            pipe.send(commands.Failed(_reason(error)))
+        status = 1
+    # The libraries' own ends wait for the other ranks.
+    os._exit(status)
+
+
+def _reason(error: BaseException) -> str:
+    """Its place, and its message where that is ours or torch's: others may quote what was worked on."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = f": {error}" if isinstance(error, (EngineError, RuntimeError)) else ""
+    return f"{type(error).__name__}{message} (in {Path(frame.filename).name}:{frame.lineno})"
 
 
 def _end_with_parent() -> None:

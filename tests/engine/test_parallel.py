@@ -24,8 +24,8 @@ from engine.sparse.settings import SparseSettings
 
 ADAPTIVE = SparseSettings(crossover_tokens=SEGMENT_TOKENS, target=0.8)
 SETTINGS = {"adaptive": ADAPTIVE, "dense": replace(ADAPTIVE, policy="dense")}
-# As few as make the group take a document behind a stored segment, so that each has several rounds.
-TOKENS = random_tokens(6 * SEGMENT_TOKENS + 777)
+# Behind a stored segment still one for each rank.
+TOKENS = random_tokens(3 * SEGMENT_TOKENS + 777)
 FIRST = SEGMENT_TOKENS
 
 
