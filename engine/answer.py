@@ -108,16 +108,18 @@ class DenseAnswer:
             logits = self._decoder.step(int(token_ids[0]), self._own)
             self._own += 1
             return logits.cpu()
-        model, start = self._model, self._past + self._own
-        hidden = forward.embed(model, token_ids.to(model.device))
+        model, start, count = self._model, self._past + self._own, len(token_ids)
+        padding = torch.zeros(_padded_rows(count) - count, dtype=token_ids.dtype)
+        hidden = forward.embed(model, torch.cat((token_ids, padding)).to(model.device))
         rows = _ROW_TILE[model.device.type]
-        tiles = [slice(first, first + rows) for first in range(0, len(token_ids), rows)]
+        tiles = [slice(first, first + rows) for first in range(0, len(hidden), rows)]
         rotations = [forward.rotation(model, start + tile.start, len(hidden[tile])) for tile in tiles]
         for index, layer in enumerate(model.layers):
             for tile, at in zip(tiles, rotations, strict=True):
-                hidden[tile] = self._layer(index, layer, hidden[tile], at, self._own + tile.start)
-        self._own += len(token_ids)
-        return forward.logits(model, hidden[-1:])[0].cpu()
+                real = min(count - tile.start, rows)
+                hidden[tile] = self._layer(index, layer, hidden[tile], at, self._own + tile.start, real)
+        self._own += count
+        return forward.logits(model, hidden[count - 1 : count])[0].cpu()
 
     def _make_decoder(self) -> bool:
         """A graph for the tokens that follow, where the device and the prefix allow one."""
@@ -133,16 +135,23 @@ class DenseAnswer:
         return True
 
     def _layer(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, at: forward.Rotation, row: int
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, at: forward.Rotation, row: int, real: int
     ) -> torch.Tensor:
-        """Rows from `row` of this answer's own."""
+        """Rows from `row` of this answer's own, of which the first `real` are tokens and the rest is padding."""
         own = self._kv[index]
-        q, k, v = forward.queries_keys_values(self._model, layer, hidden, at)
-        end = row + len(hidden)
+        q, k, v = (part[:real] for part in forward.queries_keys_values(self._model, layer, hidden, at))
+        end = row + real
         own[0, :, row:end], own[1, :, row:end] = k.transpose(0, 1), v.transpose(0, 1)
         out, lse = dense_attention(q, own[0, :, :end], own[1, :, :end], row_offset=row)
         if self._prefix is not None:
             far, far_lse = self._prefix.attend(index, q)
             share = torch.sigmoid(far_lse - lse)[..., None]
             out = (out * (1 - share) + far * share).to(q.dtype)
-        return forward.finish_layer(self._model, layer, hidden, out)
+        attended = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(hidden) - real))
+        return forward.finish_layer(self._model, layer, hidden, attended)
+
+
+def _padded_rows(count: int) -> int:
+    """One token, or a few sizes that linears compile once for: multiples of 16 up to 64, then of 64."""
+    granule = 1 if count == 1 else 16 if count <= 64 else 64
+    return -(-count // granule) * granule

@@ -1,4 +1,4 @@
-"""How idle OpenMP threads wait, and what becomes of freed memory. Torch-free.
+"""How idle OpenMP threads wait, and what memory a process keeps. Torch-free.
 
 The environment is read when torch loads its OpenMP runtime.
 """
@@ -9,11 +9,17 @@ import os
 # libgomp lets idle threads spin for milliseconds. Where another process wants the cores they spin against it, and a
 # two-thread prefill beside one busy process became six times slower; with a short spin it keeps its share.
 _WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+# oneDNN and PyTorch's layer over it keep what they compiled for each shape, 1,024 shapes of about a megabyte: questions
+# of every length would grow a worker by a gigabyte.
+_FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 
 
 def share_cores() -> None:
-    """Let this process's idle threads (and its children's) sleep soon. Call it before torch is imported."""
-    for name, value in _WAITING.items():
+    """Let this process's idle threads (and its children's) sleep soon, and keep what is compiled for each shape small.
+
+    Call it before torch is imported.
+    """
+    for name, value in (_WAITING | _FEW_SHAPES).items():
         os.environ.setdefault(name, value)
 
 
