@@ -82,9 +82,10 @@ class Bench:
         write(self.store, links, owner="bench")
         return links
 
-    def absent_document(self) -> list[Segment]:
-        """One of which nothing is stored."""
-        links = self.document()
+    def absent_document(self, *, beside: list[Segment] | None = None) -> list[Segment]:
+        """One of which nothing is stored any more; it shares nothing with `beside`."""
+        kept = {link.key for link in beside or []}
+        links = self.rng.choice([links for links in DOCUMENTS if links[0].key not in kept])
         self.store.attach(links, "absent", ttl_s=None, pinned=False)
         self.store.release("absent")
         return links

@@ -126,7 +126,7 @@ def _failing_disk(bench: Bench, name: str, code: int, calls: Calls) -> None:
             bench.read(name, links)
         else:
             write(bench.store, links, owner="bench")
-        bench.absent_document()
+        bench.absent_document(beside=links)
 
 
 def slow_disk(bench: Bench) -> None:
