@@ -99,7 +99,8 @@ def plot_compare(report: Mapping[str, Any], path: Path) -> None:
             if policy == "dense":
                 continue
             left.plot([1 / entry["speedup"] for entry in mine], [entry["error"] for entry in mine], "o-", label=policy)
-            known = [entry for entry in mine if entry["recall"] is not None]
+            # What kept everything lost nothing, which has no place on a logarithmic axis.
+            known = [entry for entry in mine if entry["recall"] is not None and entry["recall"] < 1 - 1e-6]
             if known:
                 places = [entry["density"] for entry in known], [1 - entry["recall"] for entry in known]
                 right.plot(*places, "o-", label=policy)
