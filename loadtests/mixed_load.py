@@ -124,7 +124,10 @@ class LongPrefill:
         return found
 
     def wait(self, *states: str) -> dict[str, Any]:
+        """Until it is in one of these states, and a prefill has begun. Raises RuntimeError where it went past them."""
         while (found := self.document())["state"] not in states or (states == ("prefill",) and not found["progress"]):
+            if found["state"] == "ready":
+                raise RuntimeError("the long document was read before it was seen to be: take a longer one")
             time.sleep(0.25)
         return found
 
