@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine import forward
+from engine.decode_pool import DecodePool
 from engine.errors import EngineError
 from engine.interfaces import SCALE_TOKENS, AnswerDelta, AnswerRequest, CacheState
 from engine.model import LayerWeights, Model
@@ -25,7 +26,7 @@ _GRAPH_AFTER = 2
 
 
 class DenseAnswer:
-    """`Answer` of engine.interfaces. Several may be active; each is stepped on its own."""
+    """`Answer` of engine.interfaces. Several may be active; on a CPU their tokens come out of a pool's passes."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class DenseAnswer:
         prefix: Prefix | None,
         decode: Callable[[Sequence[int]], str],
         release: Callable[[], None],
+        pool: DecodePool,
     ) -> None:
         self._model, self._request, self._prefix, self._release = model, request, prefix, release
         self._past = prefix.num_tokens if prefix is not None else 0
@@ -49,6 +51,8 @@ class DenseAnswer:
         self._tier: CacheState = prefix.tier if prefix is not None else "cold"
         self._completion_tokens = 0
         self._decoder: GraphDecoder | None = None
+        self._pool = pool
+        self._ready: torch.Tensor | None = None  # logits that another answer's pass has given
         self._over = False
 
     def step(self) -> AnswerDelta:
@@ -57,7 +61,7 @@ class DenseAnswer:
             raise EngineError("the answer has ended")
         try:
             with torch.inference_mode():
-                logits = self._forward(self._next)
+                logits = self._logits()
         except BaseException:
             self.close()
             raise
@@ -73,6 +77,8 @@ class DenseAnswer:
         if self._completion_tokens >= self._request.sampling.max_tokens:
             return self._end(text, (token,), "length")
         self._next = torch.tensor([token])
+        if self._pooled:
+            self._pool.wait(self)
         return AnswerDelta(text, (token,))
 
     def _end(self, text: str, tokens: tuple[int, ...], reason: Literal["stop", "length"]) -> AnswerDelta:
@@ -97,9 +103,43 @@ class DenseAnswer:
     def close(self) -> None:
         if not self._over:
             self._over = True
+            self._pool.leave(self)
             self._kv = torch.empty(0)
             self._prefix = self._decoder = None
             self._release()
+
+    # --- Decoding of engine.decode_pool ---
+
+    @property
+    def next_token(self) -> int:
+        return int(self._next[0])
+
+    @property
+    def position(self) -> int:
+        return self._past + self._own
+
+    def attend_row(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._attend(layer, q, k, v, self._own)
+
+    def row_done(self, logits: torch.Tensor) -> None:
+        self._own += 1
+        self._ready = logits
+
+    # --- the work ---
+
+    @property
+    def _pooled(self) -> bool:
+        return self._model.device.type == "cpu"
+
+    def _logits(self) -> torch.Tensor:
+        """[vocabulary], on the host, of what follows the last token."""
+        if not self._pooled or self._completion_tokens == 0:
+            return self._forward(self._next)
+        if self._ready is None:
+            self._pool.compute(self)
+        logits, self._ready = self._ready, None
+        assert logits is not None
+        return logits
 
     def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits [vocabulary], on the host, of the last of `token_ids`, whose KV is appended to this answer's own."""
@@ -138,20 +178,24 @@ class DenseAnswer:
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, at: forward.Rotation, row: int, real: int
     ) -> torch.Tensor:
         """Rows from `row` of this answer's own, of which the first `real` are tokens and the rest is padding."""
-        own = self._kv[index]
         q, k, v = (part[:real] for part in forward.queries_keys_values(self._model, layer, hidden, at))
-        end = row + real
+        out = self._attend(index, q, k, v, row)
+        attended = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(hidden) - real))
+        return forward.finish_layer(self._model, layer, hidden, attended)
+
+    def _attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: int) -> torch.Tensor:
+        """Rows from `row` of this answer's own over the prefix, its own before them and themselves."""
+        own, end = self._kv[index], row + len(q)
         own[0, :, row:end], own[1, :, row:end] = k.transpose(0, 1), v.transpose(0, 1)
         out, lse = dense_attention(q, own[0, :, :end], own[1, :, :end], row_offset=row)
         if self._prefix is not None:
             far, far_lse = self._prefix.attend(index, q)
             share = torch.sigmoid(far_lse - lse)[..., None]
             out = (out * (1 - share) + far * share).to(q.dtype)
-        attended = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(hidden) - real))
-        return forward.finish_layer(self._model, layer, hidden, attended)
+        return out
 
 
 def _padded_rows(count: int) -> int:
-    """One token, or a few sizes that linears compile once for: multiples of 16 up to 64, then of 64."""
-    granule = 1 if count == 1 else 16 if count <= 64 else 64
+    """A few sizes that linears compile once for: multiples of 16 up to 64, then of 64."""
+    granule = 16 if count <= 64 else 64
     return -(-count // granule) * granule

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from engine.answer import DenseAnswer
 from engine.chain import Segment, TokenIds, segment_chain
+from engine.decode_pool import DecodePool
 from engine.device_kv import DeviceKV
 from engine.digest import EngineDigest
 from engine.errors import ContextTooLong, InvalidRequest, KVMissing, ModelError
@@ -61,6 +62,7 @@ class LocalEngine:
             self._sparse.head_config.check(num_layers=model.spec.num_layers, heads=model.spec.heads)
         self._work = PrefillWork(model.spec, rates or MachineRates())
         self._prefixes: dict[str, Prefix] = {}  # by the last segment's key, while answers hold them
+        self._pool = DecodePool(model)
         self._device_kv = DeviceKV(model.device, store)
         self.max_positions = model.spec.max_positions
 
@@ -123,12 +125,14 @@ class LocalEngine:
         if total > self.max_positions:
             raise ContextTooLong(total, self.max_positions)
         if len(request.prefix) == 0:
-            return DenseAnswer(self._model, request, None, self._decode, lambda: None)
+            return DenseAnswer(self._model, request, None, self._decode, lambda: None, self._pool)
         self._device_kv.drop_unstored()
         chain = self.chain(request.prefix, request.salt, request.fidelity)
         prefix = self._share(chain)
         try:
-            return DenseAnswer(self._model, request, prefix, self._decode, lambda: self._unshare(chain[-1].key, prefix))
+            return DenseAnswer(
+                self._model, request, prefix, self._decode, lambda: self._unshare(chain[-1].key, prefix), self._pool
+            )
         except BaseException:
             self._unshare(chain[-1].key, prefix)
             raise

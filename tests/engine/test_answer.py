@@ -4,8 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import OpenEngine, prefill_request, random_tokens, run
 
+from engine.answer import DenseAnswer
+from engine.decode_pool import DecodePool, Decoding
 from engine.engine import LocalEngine
 from engine.errors import ContextTooLong, EngineError, InvalidRequest, KVMissing, OutOfMemory
 from engine.interfaces import Answer, AnswerRequest, SamplingParams
@@ -59,6 +62,56 @@ def test_answers_interleave_and_share_the_prefix(warm: LocalEngine) -> None:
             tokens.extend(answer.step().token_ids)
     assert together == alone
     assert warm._prefixes == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_decode_in_one_pass_to_the_same_bits(
+    dtype: str, llama_folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(llama_folder, dtype=dtype)
+    run(engine.start_prefill(prefill_request(PREFIX)))
+    seen: list[tuple[int, torch.Tensor]] = []
+    passes = []
+    forward_pass = DecodePool._forward
+
+    def counted(self: DecodePool, batch: list[Decoding]) -> torch.Tensor:
+        passes.append(len(batch))
+        return forward_pass(self, batch)
+
+    monkeypatch.setattr(DecodePool, "_forward", counted)
+    kept = DenseAnswer.row_done
+
+    def noted(self: DenseAnswer, logits: torch.Tensor) -> None:
+        seen.append((self.prompt_tokens, logits.clone()))
+        kept(self, logits)
+
+    monkeypatch.setattr(DenseAnswer, "row_done", noted)
+    lengths = (30, 7, 17)
+    for length in lengths:
+        tokens_of(engine.start_answer(ask(question=length)))
+    alone, seen[:] = list(seen), []
+    assert passes == [1] * 15
+
+    passes.clear()
+    answers = [engine.start_answer(ask(question=length)) for length in lengths]
+    for _ in range(6):
+        for answer in answers:
+            answer.step()
+    assert passes == [3] * 5
+    for length in lengths:
+        mine = [[logits for prompt, logits in rows if prompt == 5000 + length] for rows in (alone, seen)]
+        assert len(mine[0]) == 5
+        assert all(torch.equal(one, other) for one, other in zip(*mine, strict=True))
+
+
+def test_one_that_leaves_is_not_computed_along(warm: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stays, goes = warm.start_answer(ask(question=30)), warm.start_answer(ask(question=7))
+    stays.step()
+    goes.step()
+    goes.close()
+    alone = tokens_of(warm.start_answer(ask(question=30)))
+    assert [alone[0], *tokens_of(stays)] == alone
+    assert warm._pool._waiting == []
 
 
 def test_closing_is_safe_at_any_time(warm: LocalEngine) -> None:
