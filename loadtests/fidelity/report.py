@@ -173,7 +173,7 @@ def _delta_nll(record: Record, dense: Record) -> float:
 
 
 def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, summary: Path) -> None:
-    """The headline figures of every length; a bound needs two documents of a task."""
+    """The headline figures of every length. A bound needs two documents of a task, as does the late questions' drop."""
     for pooled in table["pooled"]:
         size = f"{pooled['tokens'] // 1024}k"
         origin = _origin(records, pooled["device"], pooled["tokens"])
@@ -225,7 +225,7 @@ def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, summar
             pooled=found["delta_nll"],
             **shared,
         )
-    for late in table["late"][-1:]:
+    for late in [found for found in table["late"] if found["upper"] is not None][-1:]:
         write_entry(
             "late_question_drop_points",
             late["mean"],

@@ -50,7 +50,8 @@ def test_evaluation_writes_its_tables_and_goes_on_where_it_stopped(
     assert (tmp_path / "fidelity.png").stat().st_size > 0
     assert (tmp_path / "fidelity_needles.png").stat().st_size > 0
     names = {entry["name"] for entry in json.loads((tmp_path / "summary.json").read_text())}
-    assert {"tasks_counted_9k", "late_question_drop_points"} <= names
+    assert "tasks_counted_9k" in names
+    assert "late_question_drop_points" not in names, "one document has no bound"
     assert "needle_map" in capsys.readouterr().out
 
 
