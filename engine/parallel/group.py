@@ -29,7 +29,8 @@ _ENDING_S = 5.0
 
 
 class RankGroup:
-    """Processes for ranks 1 and up; rank 0 is the caller's own. One prefill at a time has them.
+    """Processes for ranks 1 and up; rank 0 is the caller's own, which can be in one group at a time. One prefill at a
+    time has them.
 
     A rank that dies or keeps silent ends the group: whatever runs raises RankLost, and so does every later prefill.
     """
@@ -46,7 +47,7 @@ class RankGroup:
         self._link: Link | None = None
         self._busy = self._closed = False
         self._reading = threading.Lock()
-        self._lost = ""  # why, once a rank is
+        self._reasons: dict[int, str] = {}  # of ranks that said why they end
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
@@ -104,9 +105,8 @@ class RankGroup:
 
     def check(self) -> None:
         """Raises RankLost where a rank is gone; from any thread. Right before anything can come of its death."""
-        gone = wait([process.sentinel for process in self._processes], timeout=0)
-        if gone and not self._closed:
-            raise self._loss(next(rank for rank, one in enumerate(self._processes, 1) if one.sentinel in gone))
+        if not self._closed and wait([process.sentinel for process in self._processes], timeout=0):
+            raise self._loss()
 
     def tell(self, command: commands.Command) -> None:
         self.check()
@@ -139,25 +139,32 @@ class RankGroup:
     def _hear(self, rank: int, *, timeout_s: float) -> commands.Answer:
         pipe = self._pipes[rank - 1]
         if not wait([pipe, self._processes[rank - 1].sentinel], timeout_s):
-            raise RankLost(f"rank {rank} has not answered for {timeout_s:.0f} s")
+            raise RankLost(f"rank {rank} of {self.size} has not answered for {timeout_s:.0f} s")
         with self._reading:
             try:
                 answer: commands.Answer = pipe.recv()
             except (EOFError, OSError):
                 answer = commands.Failed("")
         if isinstance(answer, commands.Failed):
-            raise self._loss(rank, answer.reason)
+            self._reasons.setdefault(rank, answer.reason)
+            self._processes[rank - 1].join(_ENDING_S)
+            raise self._loss()
         return answer
 
-    def _loss(self, rank: int, reason: str = "") -> RankLost:
-        process, pipe = self._processes[rank - 1], self._pipes[rank - 1]
-        process.join(_ENDING_S)
-        with self._reading, contextlib.suppress(EOFError, OSError):
-            while not reason and pipe.poll():
-                answer = pipe.recv()
-                reason = answer.reason if isinstance(answer, commands.Failed) else ""
-        self._lost = self._lost or reason or f"exit status {process.exitcode}"
-        return RankLost(f"rank {rank} of {self.size} is gone: {self._lost}")
+    def _loss(self) -> RankLost:
+        """Of the rank that went first: the others have only heard of it."""
+        found = {}
+        with self._reading:
+            for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
+                if process.is_alive():
+                    continue
+                with contextlib.suppress(EOFError, OSError):
+                    while rank not in self._reasons and pipe.poll():
+                        if isinstance(answer := pipe.recv(), commands.Failed):
+                            self._reasons[rank] = answer.reason
+                found[rank] = self._reasons.get(rank) or f"exit status {process.exitcode}"
+        first = min(found, key=lambda rank: (found[rank].startswith(RankLost.__name__), rank), default=None)
+        return RankLost(f"rank {first} of {self.size} is gone: {found.get(first or 0, 'no answer')}")
 
     def _wait_for_loss(self) -> None:
         wait([process.sentinel for process in self._processes], timeout=_ENDING_S)

@@ -1,7 +1,6 @@
 """Rank 0's view of a prefill over several ranks: `PrefillRows` that tell the others what to do."""
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,6 @@ from engine.sparse.settings import SparseSettings
 
 if TYPE_CHECKING:
     from engine.parallel.group import RankGroup
-
-log = logging.getLogger(__name__)
 
 
 class LeadingRows:
@@ -130,9 +127,6 @@ class LeadingRows:
         # Those who wait for this rank's part in the layer under way can't be told before they have it.
         with contextlib.suppress(RankLost):
             self._group.tell(commands.Close())
-            try:
-                self._shared.leave_layer()
-            except RuntimeError as error:  # torch.distributed's: the group is no longer of use
-                log.error("ranks don't end their layer: %s", error)
+            self._shared.leave_layer()
         self._rows.close()
         self._group.give_back()

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engine.errors import RankLost
+
 # Its name before torch 2.13, which warns of it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _POLL_S = 0.0005
@@ -27,7 +29,10 @@ class Gathering:
 
 
 class Link:
-    """One rank's end. Every rank makes the same calls in the same order, with tensors of the same sizes."""
+    """One rank's end. Every rank makes the same calls in the same order, with tensors of the same sizes.
+
+    All raise RankLost where another rank doesn't take part.
+    """
 
     def __init__(
         self,
@@ -57,7 +62,8 @@ class Link:
     def gather(self, own: torch.Tensor) -> Gathering:
         """Begin to hand `own` [bytes] uint8 to all ranks, and to get theirs."""
         parts = torch.empty(self.size, own.numel(), dtype=torch.uint8, device=self.device)
-        work = _all_gather(parts.view(-1), own, async_op=True)
+        with self._losses():
+            work = _all_gather(parts.view(-1), own, async_op=True)
         assert work is not None
         return Gathering(own, parts, work)
 
@@ -72,13 +78,19 @@ class Link:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's tensor into everybody's."""
-        self._wait(dist.broadcast(tensor, 0, async_op=True))
+        with self._losses():
+            work = dist.broadcast(tensor, 0, async_op=True)
+        self._wait(work)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._wait(dist.isend(tensor, to))
+        with self._losses():
+            work = dist.isend(tensor, to)
+        self._wait(work)
 
     def receive(self, tensor: torch.Tensor, sender: int) -> None:
-        self._wait(dist.irecv(tensor, sender))
+        with self._losses():
+            work = dist.irecv(tensor, sender)
+        self._wait(work)
 
     def abort(self) -> None:
         """Let no exchange wait any longer, from any thread: what they brought is not to be used."""
@@ -95,11 +107,17 @@ class Link:
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
         self._check()
-        try:
+        with self._losses():
             work.wait()
-        except RuntimeError:
+
+    @contextlib.contextmanager
+    def _losses(self) -> Iterator[None]:
+        """torch.distributed's errors as RankLost."""
+        try:
+            yield
+        except RuntimeError as error:
             self._check()  # the other rank's end is the cause, if it is gone
-            raise
+            raise RankLost(f"ranks don't hear each other: {error}") from error
 
 
 def _stay_on_this_host() -> None:
