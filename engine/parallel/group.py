@@ -156,8 +156,9 @@ class RankGroup:
         found = {}
         with self._reading:
             for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
-                if process.is_alive():
+                if not wait([process.sentinel], timeout=0):
                     continue
+                process.join(_ENDING_S)  # its pipes end before its status is there
                 with contextlib.suppress(EOFError, OSError):
                     while rank not in self._reasons and pipe.poll():
                         if isinstance(answer := pipe.recv(), commands.Failed):

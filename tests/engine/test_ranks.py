@@ -37,6 +37,7 @@ FIRST = SEGMENT_TOKENS
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_prefill_and_a_fresh_group_makes_it(
+    request: pytest.FixtureRequest,
     how: signal.Signals,
     fraction: float,
     said: str,
@@ -48,6 +49,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_prefill_and_a_fresh_group_makes_it(
     if how == signal.SIGSTOP:
         monkeypatch.setattr("engine.parallel.group._STALL_S", 10.0)
     doomed = engine_on(llama_folder, **options)
+    request.addfinalizer(doomed.close)
     with monkeypatch.context() as patch:
         patch.setattr("engine.prefill.STEP_S", 0.0)
         prefill = doomed.start_prefill(prefill_request(TOKENS, fidelity="exact"))
