@@ -37,7 +37,9 @@ def fill(page: Path, tables: Mapping[str, str], *, check: bool) -> int:
 
 def gpu_table() -> str:
     """One row a length: TTFT and speed-up with FP8 and bf16 linears, and what they cost."""
-    entries = {entry["name"]: entry for entry in json.loads((ROOT / "loadtests/results/summary.json").read_text("utf-8"))}
+    entries = {
+        entry["name"]: entry for entry in json.loads((ROOT / "loadtests/results/summary.json").read_text("utf-8"))
+    }
     rows = [
         "| tokens | FP8: TTFT, speed-up | bf16: TTFT, speed-up | keys a row (density) | recall: mean, p5, worst |",
         "| --- | --- | --- | --- | --- |",
