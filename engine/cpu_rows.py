@@ -15,6 +15,7 @@ from engine.sparse.attend import attend
 from engine.sparse.report import AttentionReport
 from engine.sparse.settings import SparseSettings
 from engine.sparse.task import SegmentTask, segment_seed
+from engine.threads import release_freed_memory
 from engine.work import PrefillWork
 
 # Positions whose rotary cosines and sines are kept from layer to layer: 256 bytes each for heads of 64.
@@ -112,6 +113,7 @@ class CpuRows:
     def close(self) -> None:
         self._hidden = self._kv = torch.empty(0)
         self._rotations.clear()
+        release_freed_memory()
 
     def _project(self, layer: int, segment: Segment, tile: range) -> torch.Tensor:
         """A tile's queries; its K and V go into their places."""

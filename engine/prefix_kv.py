@@ -11,6 +11,7 @@ from engine.interfaces import CacheState, KVStore
 from engine.kv_format import KVFormat
 from engine.model import Model
 from engine.stored_kv import as_tensor
+from engine.threads import release_freed_memory
 from kernels.full_attention import full_attention
 
 _WARM: dict[str, CacheState] = {"host": "warm_host", "disk": "warm_disk", "shared": "warm_shared"}
@@ -92,7 +93,9 @@ class PrefixKV:
 
     def close(self) -> None:
         self._reader.close()
-        self._layers.clear()
+        if self._layers:
+            self._layers.clear()
+            release_freed_memory()
 
 
 def available_bytes() -> int | None:

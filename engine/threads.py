@@ -38,3 +38,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for parameter, size in _KEPT.items():
             mallopt(parameter, size)
+
+
+def release_freed_memory() -> None:
+    """Give what malloc keeps back to the kernel: between prefills, where nothing will use it at once.
+
+    What documents and questions of all lengths leave behind is free but in pieces; kept for ever it looks like a leak,
+    and other processes can't have it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
