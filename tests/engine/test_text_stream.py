@@ -52,5 +52,17 @@ def test_the_pieces_add_up(text: str, stop: list[str]) -> None:
         if stream.stopped:
             break
     shown += stream.finish()
-    cuts = [at for at in (text.find(s) for s in stop) if at >= 0]
-    assert shown == (text[: min(cuts)] if cuts else text)
+    # The stop string that is complete first ends it, even where a longer one that begins earlier might have followed.
+    for end in range(len(text) + 1):
+        cuts = [at for at in (text[:end].find(s) for s in stop) if at >= 0]
+        if cuts:
+            text = text[: min(cuts)]
+            break
+    assert shown == text
+
+
+def test_of_two_stop_strings_the_first_complete_one_ends_it() -> None:
+    stream = TextStream(decode_bytes, stop=("a", "baa"))
+    shown = [stream.push(byte) for byte in b"ba"]
+    assert "".join(shown) == "b"
+    assert stream.stopped

@@ -101,7 +101,11 @@ def fill(stores: Stores) -> FakeKV:
 def test_a_page_of_a_thousand_asks_no_more_than_one_document(stores: Stores) -> None:
     kv = fill(stores)
     services: Any = SimpleNamespace(
-        documents=stores.documents, queue=stores.queue, kv_store=kv, engine_digest=lambda fidelity: "new"
+        documents=stores.documents,
+        queue=stores.queue,
+        kv_store=kv,
+        engine_digest=lambda fidelity: "new",
+        model=SimpleNamespace(trained_tokens=None),
     )
     stores.questions()
     files = stores.documents.files("t", limit=MANY, after=None, order="asc", purpose=None)
@@ -123,7 +127,11 @@ def test_a_page_of_a_thousand_asks_no_more_than_one_document(stores: Stores) -> 
 
 def test_a_document_that_was_deleted_meanwhile_spoils_no_list(stores: Stores) -> None:
     services: Any = SimpleNamespace(
-        documents=stores.documents, queue=stores.queue, kv_store=fill(stores), engine_digest=lambda fidelity: None
+        documents=stores.documents,
+        queue=stores.queue,
+        kv_store=fill(stores),
+        engine_digest=lambda fidelity: None,
+        model=SimpleNamespace(trained_tokens=None),
     )
     files = stores.documents.files("t", limit=6, after=None, order="asc", purpose=None)
     stores.documents.delete_file("t", "file-0")
