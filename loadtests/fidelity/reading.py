@@ -1,8 +1,8 @@
 """All questions about one document answered together from its stored KV.
 
 What the engine's answers do one by one (dense attention to the stored prefix and to one's own rows) is done here for a
-batch, so that the prefix's KV is read once a step for all questions; `tests/fidelity/test_shared_reading.py` holds both to
-the same tokens. Beside greedy replies it gives the likelihood of a given reply, which the engine has no need of.
+batch, so that the prefix's KV is read once a step for all questions; `tests/fidelity/test_shared_reading.py` holds both
+to the same tokens. Beside greedy replies it gives the likelihood of a given reply, which the engine has no need of.
 """
 
 from collections.abc import Callable, Iterator, Sequence
