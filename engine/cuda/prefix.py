@@ -99,10 +99,6 @@ class DevicePrefix:
     def loaded(self) -> bool:
         return len(self._layers) == self._model.spec.num_layers
 
-    @property
-    def size_bytes(self) -> int:
-        return self._kv_format.layout(self._model.spec).layer_bytes(self.num_tokens) * self._model.spec.num_layers
-
     def layer(self, index: int) -> DeviceLayer:
         while len(self._layers) <= index:
             try:

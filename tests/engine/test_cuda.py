@@ -98,7 +98,6 @@ def test_kv_depends_neither_on_what_follows_nor_on_runs(
     # What is stored is read again, and the rest is as before.
     assert run(ends.start_prefill(prefill_request(TOKENS, owner="more"))).result.cached_tokens == FULL
     assert stored_kv(ends, TOKENS) == kv
-    monkeypatch.setattr("engine.cuda.rows._RUN_SEGMENTS", 1)
     monkeypatch.setattr(CudaRows.__init__, "__kwdefaults__", {"run_segments": 1})
     short = open_cuda(engine_on, llama_folder, "short", **options)
     run(short.start_prefill(prefill_request(TOKENS)))
