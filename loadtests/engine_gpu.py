@@ -39,7 +39,7 @@ from loadtests.kernels import HEAD_DIM, HEADS, KV_HEADS, timed
 COMMAND = "python -m loadtests.engine_gpu"
 DEVICE = torch.device("cuda")
 LENGTHS = {"8k": 8192, "32k": 32_768, "128k": 131_072, "512k": 524_288, "1m": 1_048_576}
-_FP8 = KVFormat(torch.float8_e4m3fn)
+FP8 = KVFormat(torch.float8_e4m3fn)
 _LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": 128_256,
@@ -161,7 +161,7 @@ def prefill(
     fidelity: Fidelity = "default",
     settings: SparseSettings | None = None,
     store: KeptInMemory | None = None,
-    kv: KVFormat = _FP8,
+    kv: KVFormat = FP8,
     ranks: RankGroup | None = None,
 ) -> Measured:
     """One prefill; seconds to the last row's logits."""
@@ -196,11 +196,19 @@ def wider(profile: Profile, factor: int) -> Profile:
     return replace(profile, layers=layers)
 
 
-def record(name: str, samples: list[float], unit: str, better: Literal["lower", "higher"], **details: Any) -> None:
+def record(
+    name: str,
+    samples: list[float],
+    unit: str,
+    better: Literal["lower", "higher"],
+    *,
+    command: str = COMMAND,
+    **details: Any,
+) -> None:
     value = statistics.median(samples)
     print(f"{name:34s} {value:9.4g} {unit:8s} {details}", flush=True)
     results.write_entry(
-        name, value, unit, better=better, samples=samples, command=COMMAND, device=torch.cuda.get_device_name(),
+        name, value, unit, better=better, samples=samples, command=command, device=torch.cuda.get_device_name(),
         commit=os.environ.get("FOREWORD_COMMIT") or results.commit(), **details,
     )  # fmt: skip
 
@@ -252,7 +260,7 @@ def dense_seconds(spec: ModelSpec, tokens: int) -> tuple[float, float]:
     return attention * spec.num_layers / 1e3, linear * spec.num_layers / 1e3
 
 
-def _free() -> None:
+def free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -265,15 +273,15 @@ def lengths(names: Sequence[str]) -> None:
     for name in names:
         dense[name] = dense_seconds(spec, LENGTHS[name])
         print(f"dense {name}: attention {dense[name][0]:.2f} s, linears {dense[name][1]:.2f} s", flush=True)
-        _free()
+        free()
     for kind in ("fp8", "bf16"):
         model = llama_8b(fp8=kind == "fp8")
         for name in names:
             tokens = LENGTHS[name]
             heads = planted(profile, tokens)
-            store = KeptInMemory(_FP8.layout(model.spec), keep=tokens <= 524_288, tokens=tokens)
+            store = KeptInMemory(FP8.layout(model.spec), keep=tokens <= 524_288, tokens=tokens)
             repeats = 1 if tokens > 262_144 else 3
-            if tokens <= 131_072:
+            if tokens <= 524_288:
                 prefill(model, tokens, heads)
             runs = [prefill(model, tokens, heads, store=store) for _ in range(repeats)]
             runs.sort(key=lambda run: run.seconds)
@@ -286,9 +294,9 @@ def lengths(names: Sequence[str]) -> None:
                 dense_s=round(whole, 3), dense_attention_s=round(dense[name][0], 3),
             )  # fmt: skip
             del heads, store
-            _free()
+            free()
         del model
-        _free()
+        free()
 
 
 def short() -> None:
@@ -322,7 +330,7 @@ def density() -> None:
         seconds = [run.seconds for run in runs]
         record(f"prefill_ttft_128k_fp8_{label}_s", seconds, "s", "lower", **facts(runs[0], tokens))
         del heads
-        _free()
+        free()
 
 
 def profiled(tokens: int = 131_072) -> None:
@@ -365,7 +373,7 @@ def main() -> None:
     with torch.inference_mode():
         for part in _parts(arguments.only):
             part()
-            _free()
+            free()
     print(f"{time.monotonic() - started:.0f} s")
 
 

@@ -147,11 +147,13 @@ class StreamedPrefix:
         """Raises KVMissing, OutOfMemory where host memory can't keep it."""
         self._model, self._chain, self._kv_format = model, chain, kv
         self.num_tokens = chain[-1].end
+        self._reader = store.open_reader(chain)
         needed = kv.layout(model.spec).layer_bytes(self.num_tokens) * model.spec.num_layers
         free = available_bytes()
-        if free is not None and needed > free:
+        # What the store has in host memory already is not held twice.
+        if self._reader.tier != "host" and free is not None and needed > free:
+            self._reader.close()
             raise OutOfMemory(needed, free)
-        self._reader = store.open_reader(chain)
         self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
         self._kept: list[Sequence[memoryview]] = []  # by layer: the store's buffers, which live while they are seen
         self._slots = [DeviceLayer.empty(model, kv, self.num_tokens) for _ in range(2)]
