@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import anyio
 from anyio import to_thread
 
 from service.answers import Finished, Text, follow_answer
@@ -15,12 +16,14 @@ from service.citations import citations
 from service.dependencies import Services
 from service.errors import ApiError
 from service.objects.base import StoredObject
+from service.queue.base import UnknownJob
 from service.response_records import ready_files, standing
 from service.sse import comment, event
 from service.waiting import Stage
 
 Steps = AsyncGenerator[Stage | Text | Finished, None]
 Json = dict[str, Any]
+PUT_S = 0.05  # between two looks for a job that is about to be put
 
 
 def response_view(services: Services, stored: StoredObject) -> Json:
@@ -151,19 +154,33 @@ async def _events(
         async for stage in stages:
             yield comment(str(stage))
     stored = await to_thread.run_sync(reload)
-    if stored.data["status"] == "asked":
+    if stored.data["asked_at"] is not None:  # also of one that was ended since: its words keep their numbers
         if background:
             yield lifecycle("in_progress", _view(services, stored, "in_progress"))
-        async with aclosing(_answer_events(services, stored, numbered)) as pieces:
+        async with aclosing(_answer_events(services, stored, reload, numbered)) as pieces:
             async for piece in pieces:
                 yield piece
+    stored = await to_thread.run_sync(reload)
     now = await to_thread.run_sync(standing, services, stored)
     kind = {"completed": "completed", "failed": "failed"}.get(now.status, "incomplete")
     yield lifecycle(kind, await to_thread.run_sync(response_view, services, stored))
 
 
+async def _follow(services: Services, stored: StoredObject, reload: Callable[[], StoredObject]) -> Steps:
+    """Steps of the answer's job. It may not be there for a moment: the record says `asked` before the job is put."""
+    while True:
+        now = await to_thread.run_sync(lambda: standing(services, reload()))
+        if now.job is not None or now.ended:
+            break
+        yield Stage("queue")
+        await anyio.sleep(PUT_S)
+    async with aclosing(follow_answer(services, stored.data["job_id"], stored.data["received_at"])) as steps:
+        async for step in steps:
+            yield step
+
+
 async def _answer_events(
-    services: Services, stored: StoredObject, numbered: Callable[..., str]
+    services: Services, stored: StoredObject, reload: Callable[[], StoredObject], numbered: Callable[..., str]
 ) -> AsyncGenerator[str, None]:
     """Everything between the first and the last word; nothing behind the last where the answer failed or was ended."""
     item = _message(stored, "", [], status="in_progress")
@@ -175,7 +192,7 @@ async def _answer_events(
         return added + numbered("response.content_part.added", **place, part=_part("", []))
 
     try:
-        async with aclosing(follow_answer(services, stored.data["job_id"], stored.data["received_at"])) as steps:
+        async with aclosing(_follow(services, stored, reload)) as steps:
             async for step in steps:
                 if isinstance(step, Stage):
                     yield comment(str(step))
@@ -201,5 +218,5 @@ async def _answer_events(
                 status = "incomplete" if step.result["finish_reason"] == "length" else "completed"
                 done = _message(stored, step.text, annotations, status=status)
                 yield numbered("response.output_item.done", output_index=0, item=done)
-    except ApiError:
+    except (ApiError, UnknownJob):
         return  # the last event says what became of it

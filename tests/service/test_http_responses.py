@@ -228,13 +228,16 @@ def test_cancel(client: OpenAI, server: Server, stage: str) -> None:
     file_id = upload(client, f"cancel while {stage}", wait=stage != "waiting")
     response = client.responses.create(model="default", input=about(file_id), background=True)
     stream = client.responses.retrieve(response.id, stream=True)
-    next(stream)
-    if stage == "answering":
-        until(lambda: client.responses.retrieve(response.id).status == "in_progress")
+    events = [next(stream)]
+    while stage == "answering" and events[-1].type != "response.output_text.delta":
+        events.append(next(stream))
     assert client.responses.cancel(response.id).status == "cancelled"
     assert client.responses.cancel(response.id).status == "cancelled"
-    *_, last = stream
-    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+    events.extend(stream)
+    assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
+    assert list(client.responses.retrieve(response.id, stream=True)) == events, "whoever reads again gets the same"
+    rest = client.responses.retrieve(response.id, stream=True, starting_after=events[-2].sequence_number)
+    assert list(rest) == events[-1:]
     job_id = server.objects.get("response", "ann", response.id).data["job_id"]
     if stage == "answering":
         assert server.queue.get(job_id).state == "cancelled"
@@ -242,6 +245,17 @@ def test_cancel(client: OpenAI, server: Server, stage: str) -> None:
     assert ended(client, response.id).output == []
     finished = client.responses.create(model="default", input="Q")
     assert client.responses.cancel(finished.id).status == "completed"
+
+
+def test_a_stream_waits_for_a_job_that_is_about_to_be_put(client: OpenAI, server: Server) -> None:
+    """As when a process dies between the record and the job, or a reader comes in between."""
+    before = client.responses.create(model="default", input="Q", background=True)
+    ended(client, before.id)
+    kept = server.objects.get("response", "ann", before.id)
+    name = f"{before.id[:-4]}beef"
+    data = {**kept.data, "job_id": f"answer-{name}"}
+    server.objects.create("response", "ann", name, data, due_at=time.time() + 0.3)
+    assert [event.type for event in client.responses.retrieve(name, stream=True)][-1] == "response.completed"
 
 
 def test_a_client_that_leaves_ends_a_foreground_response(client: OpenAI, server: Server) -> None:
