@@ -17,6 +17,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# All that IPv6 has of the internet. Outside lie old ways inwards: site-local addresses, IPv4 behind zeros or translators.
+_GLOBAL = ipaddress.IPv6Network("2000::/3")
 # Protocol assignments, of which Python 3.11 knows a part only; and one that is public by its number, but answered by
 # the host of a virtual machine (Azure).
 _INWARD = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
@@ -42,6 +44,8 @@ def is_public(address: Address) -> bool:
             wrapped = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if wrapped:
             return is_public(wrapped)
+        if address not in _GLOBAL:
+            return False
     return address.is_global and not address.is_multicast and not any(address in network for network in _INWARD)
 
 
@@ -69,7 +73,8 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
         for address in addresses:
             judged = literal(address)
             if judged is None or not (self._allow_private or is_public(judged)):
-                raise AddressRefused(f"{host} leads to {address}, which is no public address")
+                # Not which one: callers would learn the names of the inside.
+                raise AddressRefused(f"{host} leads to no public address")
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in addresses:
             try:

@@ -123,9 +123,11 @@ class Endpoints:
         except ValueError as error:
             raise InvalidRequest(f"url: {error}", param="url") from error
         schemes = ("https", "http") if self._allow_private else ("https",)
-        if parts.scheme not in schemes or not host or port == 0 or parts.username is not None:
+        odd = not url.isprintable() or " " in url
+        if odd or parts.scheme not in schemes or not host or port == 0 or parts.username is not None:
             raise InvalidRequest(
-                f"url: {' or '.join(schemes)}://host/path is expected, without a user name, got {url!r}", param="url"
+                f"url: {' or '.join(schemes)}://host/path is expected, without spaces and a user name, got {url!r}",
+                param="url",
             )
         address = literal(host)
         if address is not None and not self._allow_private and not is_public(address):

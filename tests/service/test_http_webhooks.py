@@ -255,7 +255,8 @@ async def test_a_target_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatc
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
         "255.255.255.255", "168.63.129.16", "192.0.0.192", "::1", "::", "fe80::1", "fc00::1", "fd00:ec2::254",
-        "ff02::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1",
+        "ff02::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1", "::127.0.0.1", "fec0::1",
+        "64:ff9b:1::7f00:1", "::ffff:0:7f00:1",
     ],
 )  # fmt: skip
 async def test_addresses_that_are_refused(address: str) -> None:
@@ -265,8 +266,9 @@ async def test_addresses_that_are_refused(address: str) -> None:
         return ["93.184.215.14", address]  # one bad one is enough
 
     network = PublicNetwork(resolve=resolve)
-    with pytest.raises(AddressRefused):
+    with pytest.raises(AddressRefused) as refused:
         await network.connect_tcp("innocent.example", 443, timeout=1)
+    assert address not in str(refused.value), "what a name means inside is not told"
     async with Sender(network) as sender:
         with pytest.raises(Undelivered, match="no public address"):
             await sender.send(at("https://innocent.example/"), "evt_1", "{}")
@@ -313,6 +315,8 @@ def test_private_targets_need_the_setting(tmp_path: Path, target: Target) -> Non
         ({"url": "https://user:pass@x.example/"}, "url"),
         ({"url": "nonsense"}, "url"),
         ({"url": "https://x.example:99999/"}, "url"),
+        ({"url": "https://x .example/"}, "url"),
+        ({"url": "https://x.example/\r\nx: y"}, "url"),
         ({"event_types": []}, "event_types"),
         ({"event_types": ["video.completed"]}, "event_types.0"),
         ({"name": ""}, "name"),
