@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from service.queue.base import QueueUnavailable
 
@@ -13,5 +13,7 @@ def unavailable() -> Iterator[None]:
     """Turns an error of Redis (away, full, wrong password) into QueueUnavailable, which HTTP answers with 503."""
     try:
         yield
+    except OutOfMemoryError as error:
+        raise QueueUnavailable(f"Redis is full: {error}") from error
     except RedisError as error:
         raise QueueUnavailable(f"Redis: {error}") from error

@@ -7,8 +7,9 @@ from typing import Any
 from service.limits.base import Level, level
 from service.redis_errors import unavailable
 
-# A bucket that nobody takes from is full after a minute, and then as good as gone.
-_TAKE = """
+# A bucket that nobody takes from is full after a minute, and then as good as gone. A full Redis still counts: whoever
+# has limits must be let in to delete something.
+_TAKE = """#!lua flags=allow-oom
 local capacity, amount, now = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local bucket = redis.call('HMGET', KEYS[1], 'level', 'at')
 local left = capacity
@@ -21,7 +22,7 @@ redis.call('HSET', KEYS[1], 'level', string.format('%.17g', left), 'at', ARGV[3]
 redis.call('EXPIRE', KEYS[1], 120)
 return {allowed and 1 or 0, string.format('%.17g', left)}
 """
-_HOLD = """
+_HOLD = """#!lua flags=allow-oom
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', ARGV[1])
 local others = redis.call('ZCARD', KEYS[1])
 if redis.call('ZSCORE', KEYS[1], ARGV[3]) then others = others - 1 end

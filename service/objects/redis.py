@@ -20,6 +20,7 @@ from service.objects.base import (
 from service.redis_errors import unavailable
 
 # Keys: object, listing, due. Members of listings sort by creation first, of equal times by id.
+# Only what makes an object is refused by a full Redis: all else goes on with what is there, to its end.
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'data', ARGV[2], 'version', 1, 'created_at', ARGV[3], 'due_at', ARGV[4])
@@ -27,13 +28,13 @@ redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 if ARGV[4] ~= '' then redis.call('ZADD', KEYS[3], ARGV[4], ARGV[5]) end
 return 1
 """
-_REPLACE = """
+_REPLACE = """#!lua flags=allow-oom
 if redis.call('HGET', KEYS[1], 'version') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'data', ARGV[2], 'version', ARGV[1] + 1, 'due_at', ARGV[3])
 if ARGV[3] ~= '' then redis.call('ZADD', KEYS[2], ARGV[3], ARGV[4]) else redis.call('ZREM', KEYS[2], ARGV[4]) end
 return 1
 """
-_CLAIM = """
+_CLAIM = """#!lua flags=allow-oom
 local claimed = {}
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ARGV[1], 'LIMIT', 0, ARGV[3])) do
   local key = ARGV[4] .. name
@@ -49,7 +50,7 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ARGV[1], 'LIM
 end
 return claimed
 """
-_DELETE = """
+_DELETE = """#!lua flags=allow-oom
 redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[2])

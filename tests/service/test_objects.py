@@ -1,5 +1,6 @@
 """The API's records and limits on both stores: the embedded database and a real redis-server."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,27 @@ class TestRedisObjects(ObjectsContract):
                 objects.create("batch", "t", "x", {})
             with pytest.raises(QueueUnavailable):
                 limits.take("key", 1, per_minute=1)
+
+    def test_a_full_redis_makes_nothing_new_and_what_is_there_goes_on(self, client: "redis.Redis") -> None:
+        objects, limits = RedisObjects(client), RedisLimits(client)
+        for name in ("batch_1", "batch_2"):
+            objects.create("batch", "t", name, {"status": "in_progress"}, due_at=time.time())
+        client.config_set("maxmemory", "1mb")
+        try:
+            with pytest.raises(QueueUnavailable, match="full"):
+                objects.create("batch", "t", "batch_3", {})
+            (claimed,) = objects.claim_due("batch", lease_s=20, limit=1)
+            ended = objects.replace(claimed, {"status": "cancelled"}, due_at=None)
+            assert objects.get("batch", "t", claimed.id) == ended
+            objects.delete("batch", "t", claimed.id)
+            assert limits.take("key", 1, per_minute=5).allowed, "whoever has limits must be let in to delete something"
+            assert limits.hold("key", "slot", limit=1, ttl_s=60)
+            limits.free("key", "slot")
+        finally:
+            client.config_set("maxmemory", "0")
+        assert [stored.id for stored in objects.find("batch", "t", limit=9)] == [
+            name for name in ("batch_1", "batch_2") if name != claimed.id
+        ]
 
 
 class TestSqliteLimits(LimitsContract):
