@@ -159,6 +159,8 @@ class PrefillResult:
     seconds: float
     segments: Sequence[Segment] = field(default_factory=list)
     segment_recalls: Sequence[SegmentRecall] = ()  # of what was computed, not taken from the store
+    # A string a layer with a letter a KV-head group: d, a, v, b as in `heads`; () where nothing was computed
+    head_map: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

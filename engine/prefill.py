@@ -297,4 +297,5 @@ class LayerMajorPrefill:
             seconds=time.monotonic() - self._started,
             segments=self._chain,
             segment_recalls=report.segment_recalls(),
+            head_map=report.head_map(),
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from service.locks import exclusive
 from service.queue.base import QueueUnavailable
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 BUSY_TIMEOUT_S = 30.0
 
 _SCHEMA = """
@@ -119,7 +119,8 @@ CREATE TABLE prefills (
     cold_ttft_s REAL,
     seconds REAL,
     error TEXT,
-    segments TEXT
+    segments TEXT,
+    head_map TEXT
 );
 CREATE INDEX prefills_document ON prefills (document_id);
 CREATE INDEX prefills_job ON prefills (job_id);
@@ -211,6 +212,7 @@ _MIGRATIONS = {
     2: _SERVICE_TABLES,
     3: f"ALTER TABLE jobs ADD COLUMN lease_boot TEXT; DROP INDEX jobs_queued; {_LINES}",
     4: _COSTS,
+    5: "ALTER TABLE prefills ADD COLUMN head_map TEXT;",
 }
 
 

@@ -58,6 +58,12 @@ def document_view(services: Services, file: FileRecord) -> dict[str, Any]:
     return document_views(services, [file])[0]
 
 
+def head_map(services: Services, file: FileRecord) -> Sequence[str] | None:
+    """Of a handle's prefill: a string a layer, a letter a KV-head group. None where it is not known, or not yet."""
+    prefill = services.documents.known_prefills([prefill_id(file)]).get(prefill_id(file))
+    return (prefill.head_map or None) if prefill else None
+
+
 def document_views(services: Services, files: Sequence[FileRecord]) -> list[dict[str, Any]]:
     """The same of many: the stores are asked as often as for one. What was deleted between two looks is left open."""
     read = [file for file in files if file.document_id is not None]

@@ -8,6 +8,9 @@ import numpy as np
 
 from engine.interfaces import RecallReport, SegmentRecall
 
+# A pattern's letter in a head map.
+HEAD_LETTERS = {"dense": "d", "a_shape": "a", "vertical_slash": "v", "block_sparse": "b"}
+
 
 @dataclass
 class SegmentReport:
@@ -94,6 +97,16 @@ class AttentionReport:
     def heads(self) -> dict[str, int]:
         """Pattern → number of (layer, KV-head group) pairs."""
         return dict(Counter(self.head_patterns().values()))
+
+    def head_map(self) -> list[str]:
+        """`head_patterns` as one string a layer with one of HEAD_LETTERS a KV-head group; `-` where none is known."""
+        found = {tuple(map(int, name.split(":"))): pattern for name, pattern in self.head_patterns().items()}
+        layers = max((layer for layer, _ in found), default=-1) + 1
+        groups = max((group for _, group in found), default=-1) + 1
+        return [
+            "".join(HEAD_LETTERS[found[layer, group]] if (layer, group) in found else "-" for group in range(groups))
+            for layer in range(layers)
+        ]
 
     def add(self, other: "AttentionReport") -> None:
         """Take in what another report saw of other layers, or of another document."""

@@ -254,7 +254,8 @@ class _Run:
         report.add(task, cells)
         for index in range(task.segments):
             number = task.start // SEGMENT_TOKENS + index + 1
-            if number & (number - 1) == 0 or number % 64 == 0:  # a sample of the segments shows the pattern
+            # A sample of the segments shows the pattern; the third is the first one that the crossover leaves sparse.
+            if number & (number - 1) == 0 or number == 3 or number % 64 == 0:
                 part = slice(index * self._per_segment, min((index + 1) * self._per_segment, self._row_blocks))
                 codes = pattern_codes(mask[part], self._causal[part], key_block=settings.key_block)
                 report.add_patterns(task.layer, codes, mask[part].sum((0, 2)))

@@ -77,6 +77,7 @@ class PrefillRecord:
     seconds: float | None
     error: Json | None
     segments: Sequence[Json] | None = None  # start, end, density, mean, worst: engine.interfaces.SegmentRecall
+    head_map: Sequence[str] | None = None  # a string a layer, a letter a KV-head group: engine.interfaces.PrefillResult
 
 
 class Documents(Protocol):

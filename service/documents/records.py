@@ -38,7 +38,7 @@ TABLES = {
     ),
     "prefills": Table(
         PrefillRecord,
-        frozenset({"recall", "heads", "error", "segments"}),
+        frozenset({"recall", "heads", "error", "segments", "head_map"}),
         frozenset({"id", "tenant", "document_id", "fidelity"}),
         "document_id",
     ),

@@ -22,7 +22,7 @@ from service.schemas import DocumentPatch, SummaryRequest
 from service.sse import EventStream
 from service.summary import summary_chat
 from service.uploads import clean_name
-from service.views import document_view, document_views, page, prefill_id, recall_view
+from service.views import document_view, document_views, head_map, page, prefill_id, recall_view
 from service.waiting import failed
 
 router = APIRouter(prefix="/v1/documents")
@@ -67,12 +67,19 @@ def list_documents(
 
 
 @router.get("/{any_id}")
-async def retrieve_document(any_id: str, request: Request) -> Response:
-    """Asked most of all: by few threads, since more would only take turns, and without a second look at the answer."""
+async def retrieve_document(
+    any_id: str, request: Request, include: Annotated[Literal["head_map"] | None, Query()] = None
+) -> Response:
+    """Asked most of all: by few threads, since more would only take turns, and without a second look at the answer.
+
+    `include=head_map` adds each head's pattern, which lists and polls are spared.
+    """
     services, tenant = get_services(request), get_tenant(request)
 
     def view() -> dict[str, Any]:
-        return document_view(services, get_handle(services, tenant, any_id))
+        file = get_handle(services, tenant, any_id)
+        seen = document_view(services, file)
+        return seen if include is None else seen | {"head_map": head_map(services, file)}
 
     return JSONResponse(await to_thread.run_sync(view, limiter=services.status_threads))
 

@@ -250,6 +250,7 @@ def prefill_fields(context: StageContext, request: PrefillRequest, result: Prefi
         "seconds": result.seconds,
         "error": None,
         "segments": [asdict(segment) for segment in result.segment_recalls],
+        "head_map": list(result.head_map),
     }
 
 

@@ -69,7 +69,15 @@ def claim_prefill(queue: Queue) -> Job:
     return job
 
 
-READY = Effects([RecordChange("prefills", "doc-1:default", {"state": "ready", "density": 0.3, "heads": {"dense": 9}})])
+READY = Effects(
+    [
+        RecordChange(
+            "prefills",
+            "doc-1:default",
+            {"state": "ready", "density": 0.3, "heads": {"dense": 9}, "head_map": ["dv", "-b"]},
+        )
+    ]
+)
 
 
 def collected(documents: CollectedDocuments) -> list[tuple[str, str]]:
@@ -140,6 +148,7 @@ class DocumentsContract:
         queue.finish(job, {}, READY)
         assert [record.status for record in documents.handles("doc-1")] == ["processed", "processed"]
         assert documents.prefill("doc-1:default").heads == {"dense": 9}
+        assert documents.prefill("doc-1:default").head_map == ["dv", "-b"]
 
     def test_handle_that_comes_after_the_prefill_is_processed_at_once(
         self, queue: Queue, documents: CollectedDocuments

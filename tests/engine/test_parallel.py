@@ -45,8 +45,9 @@ def same(result: PrefillResult, other: PrefillResult) -> bool:
     return (
         cells[0] == cells[1]
         and means[0] == pytest.approx(means[1])
-        and (result.heads, result.num_tokens, result.cached_tokens, result.layers_recomputed)
-        == (other.heads, other.num_tokens, other.cached_tokens, other.layers_recomputed)
+        and (result.head_map, result.num_tokens, result.cached_tokens, result.layers_recomputed)
+        == (other.head_map, other.num_tokens, other.cached_tokens, other.layers_recomputed)
+        and result.heads == other.heads
         and (result.recall and result.recall.worst) == (other.recall and other.recall.worst)
     )
 
@@ -67,6 +68,7 @@ def test_kv_is_the_same_to_the_bit_on_any_number_of_ranks(
     assert torch.equal(prefill.last_logits, expected.last_logits)
     assert same(prefill.result, expected.result)
     assert (prefill.result.density < 0.9) == (fidelity == "default")
+    assert ({"d"} == set("".join(prefill.result.head_map))) == (fidelity == "exact")
     ranks.store.release("document")
 
 

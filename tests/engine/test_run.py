@@ -68,6 +68,10 @@ def test_a_run_decides_as_its_segments_alone(heads: tuple[torch.Tensor, torch.Te
     assert torch.allclose(out, alone, atol=1e-5)
     assert report.density == alone_report.density < 0.9
     assert report.recalls == pytest.approx(alone_report.recalls, abs=1e-5)
+    assert report.head_map() == alone_report.head_map()
+    assert report.head_map()[0] == "-" * KV_HEADS
+    assert len(report.head_map()[1]) == KV_HEADS
+    assert set(report.head_map()[1]) <= set("avb")
     assert {start: part.rows for start, part in report.segments.items()} == {"4096": 4096, "8192": 4096, "12288": 300}
 
 

@@ -210,6 +210,8 @@ def test_reports_add_up_and_survive_json() -> None:
     again = AttentionReport.from_json(json.loads(json.dumps(report.to_json())))
     assert again == report
     assert again.heads() == {"dense": 2, "block_sparse": 1}
+    assert again.head_map() == ["dd", "b-"]
+    assert AttentionReport().head_map() == []
     assert causal_pairs(2, 3) == 3 + 4 + 5
     assert again.density == pytest.approx((2 * causal_pairs(0, 4096) + 25) / (2 * causal_pairs(0, 4096) + 100))
     first, second = again.segment_recalls()

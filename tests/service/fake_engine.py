@@ -150,6 +150,7 @@ class FakePrefill:
             density=0.4,
             recall=RecallReport(0.95, 0.97, 0.9, 0.85, below_target=False),
             heads={"block_sparse": 90},
+            head_map=["bbb"] * 30,
             seconds=0.2,
         )
 

@@ -158,6 +158,7 @@ class FakeWorker(threading.Thread):
             "density": 0.4,
             "recall": {"target": 0.95, "mean": 0.97, "p5": 0.9, "worst": 0.8, "below_target": False},
             "heads": {"dense": 1},
+            "head_map": ["d"],
             "cold_ttft_s": 0.5,
             "seconds": 0.4,
         }

@@ -83,6 +83,20 @@ def test_state_progress_and_figures(client: OpenAI, server: Server, http: httpx.
     assert by_document["id"] == file_id
 
 
+def test_the_head_map_comes_when_it_is_asked_for(client: OpenAI, server: Server, http: httpx.Client) -> None:
+    server.worker.prefill_gate.clear()
+    file_id = upload(client, "which head is which", wait=False)
+    until(http, file_id, "prefill")
+    assert http.get(f"/v1/documents/{file_id}?include=head_map").json()["head_map"] is None
+    server.worker.prefill_gate.set()
+    assert "head_map" not in until(http, file_id, "ready")
+    assert http.get(f"/v1/documents/{file_id}?include=head_map").json()["head_map"] == ["d"]
+    assert all("head_map" not in document for document in http.get("/v1/documents").json()["data"])
+    refused = http.get(f"/v1/documents/{file_id}?include=heads")
+    assert refused.status_code == 400
+    assert "head_map" in refused.json()["error"]["message"]
+
+
 def test_kv_none_after_eviction_and_stale_after_a_change_of_model(
     client: OpenAI, server: Server, http: httpx.Client
 ) -> None:

@@ -50,6 +50,7 @@ def test_prefill_ends_in_records_and_metrics(bench: Bench) -> None:
     assert (record.state, record.digest, record.num_tokens) == ("ready", "digest-default", length(bench, "a"))
     assert record.recall == {"target": 0.95, "mean": 0.97, "p5": 0.9, "worst": 0.85, "below_target": False}
     assert record.heads == {"block_sparse": 90}
+    assert record.head_map == ["bbb"] * 30
     assert record.cold_ttft_s is not None
     assert record.cold_ttft_s >= LAYERS * STEP_S
     assert bench.documents.file("t", "file-a").status == "processed"

@@ -51,6 +51,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> No
     Database(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("ALTER TABLE prefills DROP COLUMN segments")
+        connection.execute("ALTER TABLE prefills DROP COLUMN head_map")
         for table in ("job_documents", "objects", "buckets", "slots"):
             connection.execute(f"DROP TABLE {table}")
         for statement in (
@@ -68,7 +69,8 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> No
     database = Database(path)
     with database.read() as connection:
         assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
-        assert "segments" in [row["name"] for row in connection.execute("PRAGMA table_info(prefills)")]
+        columns = {row["name"] for row in connection.execute("PRAGMA table_info(prefills)")}
+        assert {"segments", "head_map"} <= columns
         assert connection.execute("SELECT * FROM objects").fetchall() == []
         indexes = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
         assert {"jobs_line", "jobs_finished", "jobs_cost"} <= indexes
