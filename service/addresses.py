@@ -17,7 +17,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# All that IPv6 has of the internet. Outside lie old ways inwards: site-local addresses, IPv4 behind zeros or translators.
+# All that IPv6 has of the internet. Outside lie old ways inwards: site-local ones, IPv4 behind zeros or translators.
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
 # Protocol assignments, of which Python 3.11 knows a part only; and one that is public by its number, but answered by
 # the host of a virtual machine (Azure).
