@@ -112,7 +112,8 @@ def create_app(
         async with services.sender, services.background.running(_keepers(services)):
             yield
 
-    app = FastAPI(title="Foreword", version=version("foreword"), lifespan=lifespan)
+    # Without the framework's pages of documentation: they load scripts from elsewhere, into the console's own origin.
+    app = FastAPI(title="Foreword", version=version("foreword"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.services = services
     errors.install(app)
     app.state.keys = bool(keys)

@@ -40,6 +40,12 @@ def test_an_unchanged_asset_is_not_sent_again(server: Server) -> None:
     assert server.http.get("/console/main.js", headers={"if-none-match": '"other"'}).content == first.content
 
 
+def test_no_page_brings_scripts_from_elsewhere(server: Server) -> None:
+    """They would run in the console's origin, where its API key is."""
+    assert [server.http.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+    assert server.http.get("/openapi.json").json()["info"]["title"] == "Foreword"
+
+
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "index.html%00", "__init__.py"])
 def test_nothing_else_is_served(server: Server, name: str) -> None:
     answer = server.http.get(f"/console/{name}")
