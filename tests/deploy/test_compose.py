@@ -50,9 +50,19 @@ def test_our_services(name: str) -> None:
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
     settings = {f"FOREWORD_{field.upper()}" for field in Settings.model_fields}
     assert service["environment"].keys() <= settings
-    assert {"FOREWORD_REDIS_URL", "FOREWORD_SHARED_DIR"} <= service["environment"].keys()
+    needed = {
+        "FOREWORD_REDIS_URL",
+        "FOREWORD_SHARED_DIR",
+        "FOREWORD_API_KEYS_FILE",
+    }  # the worker's metrics name tenants
+    assert needed <= service["environment"].keys()
     assert f"shared:{service['environment']['FOREWORD_SHARED_DIR']}" in service["volumes"]
-    assert any(volume.endswith(":/data") for volume in service["volumes"])
+    assert any(volume.rpartition(":")[2] == "/data" for volume in service["volumes"])
+
+
+def test_apis_count_apart() -> None:
+    """On one data folder each would show the counts of all (service.metrics_folder), and each is a target."""
+    assert "/data" in load("compose.yaml")["services"]["api"]["volumes"]
 
 
 def test_redis_keeps_everything() -> None:
@@ -65,7 +75,9 @@ def test_every_file_and_volume_is_there() -> None:
     compose = load("compose.yaml")
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
+            source, _, target = volume.partition(":")
+            if not target:  # an anonymous volume
+                continue
             if source.startswith("."):
                 assert (DEPLOY / source).exists(), source
             else:

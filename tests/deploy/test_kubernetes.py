@@ -100,7 +100,7 @@ def test_settings_exist_and_writable_places_are_mounted(kind: str, name: str) ->
     config = one("ConfigMap", "foreword")["data"]
     named = {variable["name"] for variable in container["env"]} | config.keys()
     assert named <= {f"FOREWORD_{field.upper()}" for field in Settings.model_fields}
-    assert {"FOREWORD_REDIS_URL", "FOREWORD_SHARED_DIR"} <= named
+    assert {"FOREWORD_REDIS_URL", "FOREWORD_SHARED_DIR", "FOREWORD_API_KEYS_FILE"} <= named
     Settings(**{key.removeprefix("FOREWORD_").lower(): value for key, value in config.items()})
     assert {config["FOREWORD_SHARED_DIR"], "/data", "/tmp"} <= {
         mount["mountPath"] for mount in container["volumeMounts"]
