@@ -1,12 +1,13 @@
 # make demo · make serve · make observe · make test · make lint · make bench · make fidelity · make loadtest · make soak · make chaos ·
-# make fairness · make mixed · make two-workers · make faults · make kv-soak, and their -gpu twins. Everything is installed into .venv.
+# make fairness · make mixed · make two-workers · make faults · make kv-soak ·
+# make warm-ttft, and their -gpu twins. Everything is installed into .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := PYTHONUNBUFFERED=1
 
-.PHONY: setup demo serve observe test lint bench fidelity chaos fairness mixed two-workers loadtest soak faults kv-soak test-gpu bench-gpu clean
+.PHONY: setup demo serve observe test lint bench fidelity chaos fairness mixed two-workers loadtest soak faults kv-soak warm-ttft test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -76,6 +77,10 @@ faults: $(STAMP)
 
 kv-soak: $(STAMP)
 	$(RUN) $(BIN)/python -m loadtests.kv_soak $(ARGS)
+
+# TTFT by length from each tier, beside the cold one; on a GPU where there is one.
+warm-ttft: $(STAMP)
+	$(RUN) $(BIN)/python -m loadtests.warm_ttft $(ARGS)
 
 # On a machine with a GPU and PyTorch for it: with its own Python, PYTHON=...
 test-gpu:

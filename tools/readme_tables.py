@@ -14,7 +14,13 @@ README = ROOT / "README.md"
 def main() -> int:
     return fill(
         README,
-        {"gpu": gpu_table(), "results": results_table(), "fidelity": fidelity_table(), "settings": settings_table()},
+        {
+            "gpu": gpu_table(),
+            "warm": warm_table(),
+            "results": results_table(),
+            "fidelity": fidelity_table(),
+            "settings": settings_table(),
+        },
         check="--check" in sys.argv,
     )
 
@@ -57,6 +63,32 @@ def gpu_table() -> str:
         lost = ", ".join(f"{value:.3f}" for value in recall) if None not in recall else "all kept"
         rows.append(f"| {shown['tokens']:,} | {' | '.join(columns)} | {kept} | {lost} |")
     return "\n".join(rows) + "\n"
+
+
+def warm_table() -> str:
+    """One row a device and length: TTFT cold and from each tier, and what storing costs (loadtests/warm_ttft.py)."""
+    entries = {
+        entry["name"]: entry for entry in json.loads((ROOT / "loadtests/results/summary.json").read_text("utf-8"))
+    }
+    rows = [
+        "| where | tokens | cold | warm: device | host | disk (share of its raw rate) | storing, of the prefill |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    found = []
+    for name, entry in entries.items():
+        if match := re.fullmatch(r"(cpu_)?(?:cold_ttft|warm_ttft)_([0-9]+[km]?)(?:_(?:host|device|disk))?_s", name):
+            found.append((match[1] or "", entry["tokens"], match[2], entry["device"].partition(" (")[0]))
+    for prefix, tokens, length, device in sorted(set(found)):
+
+        def shown(name: str, prefix: str = prefix) -> str:
+            entry = entries.get(prefix + name)
+            return "–" if entry is None else f"{entry['value']:.3g} {entry['unit']}".removesuffix(" share")
+
+        tiers = [shown(f"warm_ttft_{length}_{tier}_s") for tier in ("device", "host", "disk")]
+        tiers[2] += f" ({shown(f'disk_read_share_{length}')})"
+        cold, storing = shown(f"cold_ttft_{length}_s"), shown(f"store_overhead_{length}")
+        rows.append(f"| {device} | {tokens:,} | {cold} | {' | '.join(tiers)} | {storing} |")
+    return "\n".join(rows) + "\n" if found else "Not measured yet.\n"
 
 
 def results_table() -> str:

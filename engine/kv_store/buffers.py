@@ -41,6 +41,18 @@ class BufferPool:
         weakref.finalize(view, self._give_back, memory).atexit = False
         return view
 
+    def fill(self, size_bytes: int, count: int) -> None:
+        """Have `count` buffers of `size_bytes` ready whose pages are there: taking them costs no page fault.
+
+        Raises ValueError where they are more than may lie idle.
+        """
+        if size_bytes * count > self._max_idle_bytes:
+            raise ValueError(f"got {count} buffers of {size_bytes} bytes, expected {self._max_idle_bytes} at most")
+        for _ in range(count):
+            memory = self._allocate(size_bytes)
+            memory.fill(0)
+            self._give_back(memory)
+
     def _give_back(self, memory: Bytes) -> None:
         # Runs inside the garbage collector, in any thread: no locks here. The count may drift by a race of two
         # threads, which costs a buffer more or less, nothing else.
@@ -56,4 +68,4 @@ class BufferPool:
                 continue
             self._idle_bytes -= dropped.nbytes
         self._idle_bytes += memory.nbytes
-        self._idle[memory.nbytes].append(memory)
+        self._idle.setdefault(memory.nbytes, deque()).append(memory)

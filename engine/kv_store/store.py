@@ -34,8 +34,9 @@ class LocalKVStore:
 
     `host_bytes` caps the host-memory tier, `readahead_bytes` what a reader fetches ahead, `write_buffer_bytes` what
     waits for the disk in a writer, `io_threads` how many requests the disk gets at once. `allocate` gives the memory
-    that layers are read into. `several_machines`: the folder lies on a file system that they share, whose locks
-    work between them. `keyring`: what is written is encrypted.
+    that layers are read into. `write_buffers`: memory in which data waits for the disk, kept from writer to writer;
+    without, each writer has its own. `several_machines`: the folder lies on a file system that they share, whose
+    locks work between them. `keyring`: what is written is encrypted.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LocalKVStore:
         orphan_ttl_s: float = 6 * 3600.0,
         clock: Clock = time.time,
         allocate: Callable[[int], Bytes] = plain_memory,
+        write_buffers: BufferPool | None = None,
         open_blocks: Callable[[Path], BlockFolder] = BlockFolder,
         several_machines: bool = False,
         keyring: Keyring | None = None,
@@ -75,7 +77,7 @@ class LocalKVStore:
         self.catalog.blocks.keyring = keyring
         self.counters = self.catalog.counters
         self._io_threads = io_threads
-        self._write_buffer_bytes = write_buffer_bytes
+        self._write_buffer_bytes, self._write_buffers = write_buffer_bytes, write_buffers
         self._executor = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-read")
         self._path = ReadPath(
             blocks=self.catalog.blocks,
@@ -135,6 +137,7 @@ class LocalKVStore:
             reservation,
             buffer_bytes=self._write_buffer_bytes,
             num_threads=self._io_threads,
+            buffers=self._write_buffers,
         )
         with self._writers_lock:
             self._writers[owner] = writer

@@ -84,13 +84,15 @@ class LocalWriter:
         *,
         buffer_bytes: int,
         num_threads: int,
+        buffers: BufferPool | None = None,
     ) -> None:
+        """`buffers` give the memory that data waits in; without, the writer has its own."""
         self._layout, self._segments, self._blocks = layout, segments, blocks
         self._counters, self._end, self._buffer_bytes = counters, end, buffer_bytes
         for segment in segments:
             segment.next_layer = min(segment.groups * layout.layers_per_group, layout.num_layers)
         self._groups_done = min((segment.groups for segment in segments), default=layout.num_groups)
-        self._buffers = BufferPool(buffer_bytes)
+        self._buffers = buffers or BufferPool(buffer_bytes)
         self._condition = threading.Condition()
         self._lanes: list[deque[_Piece]] = [deque() for _ in range(max(1, min(num_threads, len(segments))))]
         self._waiting_bytes = 0  # in the lanes, and being written

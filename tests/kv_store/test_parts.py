@@ -44,6 +44,24 @@ def test_impossible_layouts_are_refused(layout: KVLayout, tmp_path: object) -> N
         LocalKVStore(tmp_path, layout, DiskLimits(1))  # type: ignore[arg-type]
 
 
+def test_buffers_that_were_filled_are_taken_first() -> None:
+    made: list[int] = []
+
+    def allocate(size_bytes: int) -> np.ndarray:
+        made.append(size_bytes)
+        return plain_memory(size_bytes)
+
+    pool = BufferPool(1000, allocate)
+    pool.fill(400, 2)
+    assert made == [400, 400]
+    first, second = pool.take(400), pool.take(400)
+    first[:] = 1
+    assert not second.any(), "they don't overlap"
+    assert made == [400, 400]
+    with pytest.raises(ValueError, match="expected 1000 at most"):
+        pool.fill(400, 3)
+
+
 def test_buffers_come_back_only_when_no_view_is_left() -> None:
     made: list[int] = []
 
