@@ -190,8 +190,8 @@ class UploadStore:
         used -= replaces_bytes
         if used + size_bytes > quota_bytes:
             raise QuotaExceeded(
-                f"{size_bytes} bytes beside the {used} that are kept are more than the {quota_bytes} that this key "
-                "allows: delete files that are no longer needed"
+                f"{used + size_bytes} bytes would be kept with this, more than the {quota_bytes} that this key allows: "
+                "delete files that are no longer needed"
             )
 
     def paths(self, sources: Sequence[Json]) -> list[tuple[str, Path]]:

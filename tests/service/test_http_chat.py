@@ -29,6 +29,7 @@ def _open_gates(server: Server) -> Iterator[None]:
     yield
     server.worker.prefill_gate.set()
     server.worker.answer_gate.set()
+    server.worker.words = []
 
 
 @pytest.fixture
@@ -266,6 +267,23 @@ def test_client_that_leaves_cancels_its_answer(client: OpenAI, server: Server, s
     eventually(lambda: len(server.worker.cancelled) == cancelled + 1)
     assert server.queue.get(server.worker.cancelled[-1]).state == "cancelled"
     assert client.files.retrieve(file_id).status == "processed"
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_it_all(client: OpenAI, server: Server) -> None:
+    """A client that reads nothing for a while: more than sockets hold is said to it meanwhile."""
+    server.worker.words = [f"{number:03}" + "x" * 100_000 for number in range(100)]
+    server.worker.answer_gate.clear()
+    body = {"model": "default", "stream": True, "messages": [{"role": "user", "content": "Q"}]}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        eventually(lambda: server.queue.jobs("running", limit=2))
+        (job,) = server.queue.jobs("running", limit=2)
+        server.worker.answer_gate.set()
+        eventually(lambda: server.queue.get(job.id).state == "succeeded")
+        server.worker.words = []
+        assert ask(client, text("Q")).choices[0].message.content == "Answer about 0 documents"
+        said = [json.loads(line[6:])["choices"] for line in response.iter_lines() if line.startswith("data: {")]
+    words = [choices[0]["delta"].get("content") or "" for choices in said if choices]
+    assert [word[:3] for word in words if word] == [f"{number:03}" for number in range(100)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
