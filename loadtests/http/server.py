@@ -29,6 +29,7 @@ class LocalServer:
         *,
         keys: Mapping[str, str] | None = None,
         program: Sequence[str] = ("-m", "foreword", "serve"),
+        start_s: float = START_S,
         **settings: object,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,22 +42,22 @@ class LocalServer:
             values["api_keys_file"] = folder / "keys.json"
             write_keys(folder / "keys.json", keys)
         self._environment = {f"FOREWORD_{name.upper()}": str(value) for name, value in values.items()}
-        self._program = program
+        self._program, self._start_s = program, start_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "LocalServer":
-        """Raises RuntimeError where it ends at once, TimeoutError where it isn't ready after START_S."""
+        """Raises RuntimeError where it ends at once, TimeoutError where it isn't ready after `start_s`."""
         environment = {**os.environ, **self._environment}
         environment.pop("OMP_NUM_THREADS", None)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen([sys.executable, *self._program], env=environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self._start_s
         try:
             while not self._ready():
                 if self._process.poll() is not None:
                     raise RuntimeError(f"the server ended with {self._process.returncode}: {self._last_words()}")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"not ready after {START_S:.0f} s: {self._last_words()}")
+                    raise TimeoutError(f"not ready after {self._start_s:.0f} s: {self._last_words()}")
                 time.sleep(0.1)
         except BaseException:
             self._stop()
