@@ -2,6 +2,7 @@
 
     python -m loadtests.fidelity --lengths 32768 --fidelities exact,default,fast --documents 20 --questions 10
     python -m loadtests.fidelity --tasks contracts --contracts FOLDER --lengths 65536 --fidelities exact,a_shape
+    python -m loadtests.fidelity --fidelities default,fp8_kv,late --lengths 32768  # FP8 KV; when a question is asked
     python -m loadtests.fidelity --report                      # tables and pictures from what was measured before
 
 Every document is prefilled once for each fidelity; its questions come later and are answered from the stored KV. Each
@@ -32,7 +33,7 @@ from loadtests.fidelity.documents import GROUPS, DocumentMaker, parse_tasks  # n
 from loadtests.fidelity.evaluation import Evaluation  # noqa: E402
 from loadtests.fidelity.records import Key, Record, RecordFile  # noqa: E402
 from loadtests.fidelity.tasks import TaskDocument  # noqa: E402
-from loadtests.fidelity.variants import NAMES, Engines, Variant  # noqa: E402
+from loadtests.fidelity.variants import LATE, MEASURED, Engines, Variant  # noqa: E402
 from service.prompt import PromptFormat  # noqa: E402
 
 log = logging.getLogger("loadtests.fidelity")
@@ -48,7 +49,10 @@ _maker: DocumentMaker | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if LATE in options.fidelities and options.in_prompt < 1:
+        parser.error(f"--in-prompt: got {options.in_prompt}, but {LATE} asks at least 1 question")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     log.setLevel(logging.INFO)
     records = RecordFile(options.results / "fidelity.jsonl")
@@ -84,7 +88,7 @@ def evaluate(options: argparse.Namespace, records: RecordFile, *, command: str) 
         # Before the engine: forked workers inherit neither its threads nor a device.
         with document_makers(maker, sorted({place[0] for place in plan(options)}), options.workers) as make:
             engines = Engines(model, folder, device=options.device, dtype=options.dtype, threads=options.threads)
-            evaluation = Evaluation(engines, prompts, in_prompt_questions=options.in_prompt, command=command)
+            evaluation = Evaluation(engines, prompts, late_questions=options.in_prompt, command=command)
             measure_missing(evaluation, make, records, options, deadline)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -181,11 +185,11 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks", type=_explained(parse_tasks), default="all", help=f"all, {', '.join(GROUPS)}, or tasks by name"
     )
     parser.add_argument(
-        "--fidelities", type=_explained(_listed(_variant_name)), default="exact,default,fast", help=", ".join(NAMES)
+        "--fidelities", type=_explained(_listed(_variant_name)), default="exact,default,fast", help=", ".join(MEASURED)
     )
     parser.add_argument("--documents", type=int, default=20, help="of each task and length")
     parser.add_argument("--questions", type=int, default=10, help="asked of each document, later")
-    parser.add_argument("--in-prompt", type=int, default=1, help="of them also asked with the question in the prompt")
+    parser.add_argument("--in-prompt", type=int, default=2, help="of them asked by `late`, in the prompt and later")
     parser.add_argument("--contracts", type=Path, help="folder of contracts (.txt, .md) for the contract tasks")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop cleanly after so many seconds")
     parser.add_argument("--model", default="default", help="default, a Hugging Face folder or a hub id")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ class Key:
     tokens: int  # length asked for: document, question and reply
     questions: int
     index: int  # number of the document
+    late: int = 0  # of variant `late`: how many of the questions it asks
 
 
 @dataclass(frozen=True)
 class Record:
-    """One document under one variant; lists have one value a question."""
+    """One document under one variant; lists have one value a question, of `late` its first ones.
+
+    "Later" is from the document's stored KV, "in the prompt" is prefilled as a part of it.
+    """
 
     key: Key
     variant: str
@@ -34,12 +38,18 @@ class Record:
     heads: dict[str, int]
     prefill_s: float
     answer_s: float
-    # With the question prefilled as a part of the prompt: scores of the first questions. [] where not measured.
-    in_prompt_scores: list[float]
     command: str
     versions: dict[str, str]
     commit: str  # empty where the measuring machine had no checkout
     date: str
+    # The same questions in the prompt; [] where not measured, as everything below.
+    in_prompt_scores: list[float] = field(default_factory=list)
+    in_prompt_nlls: list[float] = field(default_factory=list)
+    # The same questions behind another one and its true reply: all that later, and all that in the prompt.
+    second_scores: list[float] = field(default_factory=list)
+    second_nlls: list[float] = field(default_factory=list)
+    second_in_prompt_scores: list[float] = field(default_factory=list)
+    second_in_prompt_nlls: list[float] = field(default_factory=list)
 
 
 class RecordFile:

@@ -3,30 +3,39 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtests.fidelity.documents import ALL_TASKS, GROUPS
 from loadtests.fidelity.paired import paired
 from loadtests.fidelity.records import Record
-from loadtests.fidelity.variants import DENSE, NAMES
+from loadtests.fidelity.variants import DENSE, FP8_KV, LATE, NAMES
 from loadtests.results import write_entry
 
 COUNTED_SCORE = 0.5  # dense must reach it for a task's drop to say something
 _HEADLINE = "default"
+# What a trial's drop is, and the variants that measure it (earlier records have late questions under `default`).
+TRIALS = {
+    "late_question": ("question in the prompt − asked later", (LATE, _HEADLINE)),
+    "second_question": ("second question in the prompt − asked later", (LATE,)),
+    "fp8_kv": ("KV as computed − KV in FP8", (FP8_KV,)),
+}
 
 
 def build(records: Sequence[Record]) -> dict[str, Any]:
     """Everything that fidelity.json holds: one cell a (device, length, task), the pooled figures of each length."""
     cells: dict[tuple[str, int, str], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
+    compared = [record for record in records if record.variant in NAMES]
+    for record in compared:
         cells[record.key.device, record.key.tokens, record.key.task][record.variant].append(record)
     order = sorted(cells, key=lambda cell: (cell[0], cell[1], ALL_TASKS.index(cell[2])))
     table = [_cell(*place, cells[place]) for place in order]
     lengths = sorted({(cell["device"], cell["tokens"]) for cell in table})
-    pooled = [_pooled(device, tokens, records, table) for device, tokens in lengths]
-    return {"cells": table, "pooled": pooled, "needle_map": _needle_map(records), "late": _late(records)}
+    pooled = [_pooled(device, tokens, compared, table) for device, tokens in lengths]
+    pairs = [pair for trial in (_late_pairs, _second_pairs, _fp8_kv_pairs) for pair in trial(records)]
+    return {"cells": table, "pooled": pooled, "needle_map": _needle_map(compared), "trials": _trials(pairs)}
 
 
 def _cell(device: str, tokens: int, task: str, by_variant: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
@@ -132,21 +141,78 @@ def _needle_map(records: Iterable[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _late(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Score with the question in the prompt minus that of the same question asked later, in points, over documents."""
-    drops: dict[tuple[str, int], list[float]] = defaultdict(list)
-    questions: dict[tuple[str, int], int] = defaultdict(int)
+@dataclass(frozen=True)
+class _Pair:
+    """One document's questions asked in two ways, the first of which is what the other should not fall behind."""
+
+    trial: str  # a key of TRIALS
+    record: Record  # of the document
+    scores: tuple[Sequence[float], Sequence[float]]
+    nlls: tuple[Sequence[float], Sequence[float]]  # () where they were not measured
+
+
+def _late_pairs(records: Iterable[Record]) -> Iterator[_Pair]:
+    """With the question in the prompt, and asked later."""
     for record in records:
-        asked = record.in_prompt_scores
-        if asked:
-            place = record.key.device, record.key.tokens
-            later = record.scores[: len(asked)]
-            drops[place].append(100 * (statistics.mean(asked) - statistics.mean(later)))
-            questions[place] += len(asked)
-    return [
-        {"device": place[0], "tokens": place[1], "questions": questions[place], **vars(paired(found))}
-        for place, found in sorted(drops.items())
-    ]
+        if asked := len(record.in_prompt_scores):
+            later = record.nlls[: len(record.in_prompt_nlls)]
+            yield _Pair(
+                "late_question",
+                record,
+                (record.in_prompt_scores, record.scores[:asked]),
+                (record.in_prompt_nlls, later),
+            )
+
+
+def _second_pairs(records: Iterable[Record]) -> Iterator[_Pair]:
+    """The same of a conversation's second question."""
+    for record in records:
+        if record.second_scores:
+            yield _Pair(
+                "second_question",
+                record,
+                (record.second_in_prompt_scores, record.second_scores),
+                (record.second_in_prompt_nlls, record.second_nlls),
+            )
+
+
+def _fp8_kv_pairs(records: Sequence[Record]) -> Iterator[_Pair]:
+    """With KV as the model computes it, and in FP8."""
+    fp8, own = ([record for record in records if record.variant == name] for name in (FP8_KV, _HEADLINE))
+    for record, other in _pairs(fp8, own):
+        yield _Pair("fp8_kv", record, (other.scores, record.scores), (other.nlls, record.nlls))
+
+
+def _trials(pairs: Iterable[_Pair]) -> list[dict[str, Any]]:
+    """One entry a (trial, length, device): the drop in points over the documents of the tasks that count, those where
+    the first way of asking scores at least COUNTED_SCORE; ΔNLL over all documents."""
+    groups: dict[tuple[str, int, str], list[_Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[pair.trial, pair.record.key.tokens, pair.record.key.device].append(pair)
+    return [_trial(*place, found) for place, found in sorted(groups.items())]
+
+
+def _trial(trial: str, tokens: int, device: str, pairs: Sequence[_Pair]) -> dict[str, Any]:
+    reached: dict[str, list[float]] = defaultdict(list)
+    for pair in pairs:
+        reached[pair.record.key.task].append(statistics.mean(pair.scores[0]))
+    tasks = [task for task in ALL_TASKS if task in reached and statistics.mean(reached[task]) >= COUNTED_SCORE]
+    counted = [pair for pair in pairs if pair.record.key.task in tasks]
+    drops = [100 * (statistics.mean(pair.scores[0]) - statistics.mean(pair.scores[1])) for pair in counted]
+    nlls = [statistics.mean(pair.nlls[1]) - statistics.mean(pair.nlls[0]) for pair in pairs if pair.nlls[0]]
+    drop, nll = (paired(found) if found else None for found in (drops, nlls))
+    return {
+        "trial": trial,
+        "tokens": tokens,
+        "device": device,
+        "tasks": tasks,
+        "documents": len(counted),
+        "questions": sum(len(pair.scores[0]) for pair in counted),
+        "drop_points": drop.mean if drop else None,
+        "drop_bound_points": drop.upper if drop else None,
+        "delta_nll": nll.mean if nll else None,
+        "delta_nll_bound": nll.upper if nll else None,
+    }
 
 
 def _pairs(records: Sequence[Record], dense: Sequence[Record]) -> list[tuple[Record, Record]]:
@@ -173,7 +239,7 @@ def _delta_nll(record: Record, dense: Record) -> float:
 
 
 def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, summary: Path) -> None:
-    """The headline figures of every length. A bound needs two documents of a task, as does the late questions' drop."""
+    """The headline figures of every length, a trial's of its longest. A bound needs two documents of a task."""
     for pooled in table["pooled"]:
         size = f"{pooled['tokens'] // 1024}k"
         origin = _origin(records, pooled["device"], pooled["tokens"])
@@ -225,19 +291,20 @@ def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, summar
             pooled=found["delta_nll"],
             **shared,
         )
-    for late in [found for found in table["late"] if found["upper"] is not None][-1:]:
+    longest = {found["trial"]: found for found in table["trials"] if found["drop_bound_points"] is not None}
+    for trial, found in longest.items():
         write_entry(
-            "late_question_drop_points",
-            late["mean"],
+            f"{trial}_drop_points",
+            found["drop_points"],
             "points",
             better="lower",
-            samples=[late["mean"]],
-            bound=late["upper"],
-            questions=late["questions"],
-            tokens=late["tokens"],
-            device=late["device"],
+            samples=[found["drop_points"]],
+            bound=found["drop_bound_points"],
+            **{name: found[name] for name in ("delta_nll", "documents", "questions", "tasks", "tokens", "device")},
             summary=summary,
-            **_origin(records, late["device"], late["tokens"]),
+            **_origin(
+                [record for record in records if record.variant in TRIALS[trial][1]], found["device"], found["tokens"]
+            ),
         )
 
 
@@ -283,9 +350,11 @@ def printed(table: Mapping[str, Any]) -> str:
                          f"{_number(found['drop_bound_points']):>6} {_number(found['delta_nll'], 3):>7}")  # fmt: skip
         ruler = pooled["counted_ruler"]
         lines.append(f"{len(ruler)} of RULER's {len(GROUPS['ruler'])} tasks count (dense ≥ {COUNTED_SCORE:.0%})")
-    for late in table["late"]:
-        lines.append(f"question in the prompt − asked later, {late['tokens']} tokens: {_number(late['mean'])} points, "
-                     f"bound {_number(late['upper'])}, {late['questions']} questions")  # fmt: skip
+    for found in table["trials"]:
+        lines.append(f"{TRIALS[found['trial']][0]}, {found['tokens']} tokens, {found['device']}: "
+                     f"{_number(found['drop_points'])} points, bound {_number(found['drop_bound_points'])}, "
+                     f"ΔNLL {_number(found['delta_nll'], 3)}, {found['questions']} questions, "
+                     f"{found['documents']} documents of {len(found['tasks'])} tasks")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -1,30 +1,38 @@
-"""What is compared: the fidelities of the service and the fixed policies, each an engine on one store."""
+"""What is compared: the fidelities of the service, the fixed policies, forms of the KV and times of asking."""
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from engine.chain import TokenIds
 from engine.engine import LocalEngine, open_engine
 from engine.interfaces import Fidelity, KVLayout, KVStore, PrefillRequest, PrefillResult
+from engine.kv_format import KVDtype
 from engine.kv_store import DiskLimits, LocalKVStore
 from engine.sparse.settings import Policy, SparseSettings
 from loadtests.fidelity.inside import settings_of
 
-DENSE = "exact"
+DENSE, FP8_KV, LATE = "exact", "fp8_kv", "late"
 SALT = b"fidelity"
 _FIDELITIES: tuple[Fidelity, ...] = ("exact", "default", "strict", "fast")
 _POLICIES: tuple[Policy, ...] = ("a_shape", "vertical_slash", "block_sparse")
-NAMES = (*_FIDELITIES, *_POLICIES)
+# Compared task by task with dense attention; and everything that can be measured.
+NAMES = (*_FIDELITIES, *_POLICIES, FP8_KV)
+MEASURED = (*NAMES, LATE)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A fidelity of the default policy, or a fixed policy with its default budgets."""
+    """A fidelity of the default policy, or a fixed policy with its default budgets.
+
+    `fp8_kv` is fidelity `default` with its KV kept in FP8, `late` the same with few questions asked at several times.
+    """
 
     name: str
     fidelity: Fidelity
     policy: Policy
+    kv_dtype: KVDtype = "auto"
 
     @classmethod
     def named(cls, name: str) -> "Variant":
@@ -35,12 +43,14 @@ class Variant:
         for policy in _POLICIES:
             if name == policy:
                 return cls(name, "default", policy)
-        raise ValueError(f"unknown fidelity or policy {name!r}, expected one of {', '.join(NAMES)}")
+        if name in (FP8_KV, LATE):
+            return cls(name, "default", "adaptive", "float8" if name == FP8_KV else "auto")
+        raise ValueError(f"unknown fidelity or policy {name!r}, expected one of {', '.join(MEASURED)}")
 
 
 @dataclass
 class Engines:
-    """One engine a policy, opened when first used; all keep their KV under `kv_folder`."""
+    """One engine a policy and form of the KV, opened when first used; a form's KV is a store under `kv_folder`."""
 
     model: Path
     kv_folder: Path
@@ -48,22 +58,24 @@ class Engines:
     dtype: str = "auto"
     threads: int = 0
     cap_bytes: int = 48 << 30
-    _store: KVStore | None = None
-    _open: dict[Policy, LocalEngine] = field(default_factory=dict)
+    _stores: dict[KVDtype, KVStore] = field(default_factory=dict)
+    _open: dict[tuple[Policy, KVDtype], LocalEngine] = field(default_factory=dict)
     _owners: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def of(self, variant: Variant) -> LocalEngine:
         """Raises ModelError, ValueError for a device that isn't there."""
-        if variant.policy not in self._open:
-            self._open[variant.policy] = open_engine(
+        kind = variant.policy, variant.kv_dtype
+        if kind not in self._open:
+            self._open[kind] = open_engine(
                 self.model,
-                self._open_store,
+                partial(self._open_store, variant.kv_dtype),
                 device=self.device,
                 dtype=self.dtype,
                 threads=self.threads,
                 sparse=self._settings(variant.policy),
+                kv_dtype=variant.kv_dtype,
             )
-        return self._open[variant.policy]
+        return self._open[kind]
 
     def _settings(self, policy: Policy) -> SparseSettings | None:
         """The fixed policies choose among blocks of the device's own size."""
@@ -83,11 +95,11 @@ class Engines:
 
     def release(self, holder: str) -> None:
         """Remove the KV that only `holder` holds."""
-        if self._store is not None:
-            self._store.release(holder)
+        for store in self._stores.values():
+            store.release(holder)
 
-    def _open_store(self, layout: KVLayout) -> KVStore:
-        if self._store is None:
+    def _open_store(self, kv_dtype: KVDtype, layout: KVLayout) -> KVStore:
+        if kv_dtype not in self._stores:
             limits = DiskLimits(cap_bytes=self.cap_bytes, floor_bytes=1 << 30)
-            self._store = LocalKVStore(self.kv_folder, layout, limits)
-        return self._store
+            self._stores[kv_dtype] = LocalKVStore(self.kv_folder / kv_dtype, layout, limits)
+        return self._stores[kv_dtype]

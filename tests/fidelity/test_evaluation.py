@@ -35,7 +35,6 @@ def test_evaluation_writes_its_tables_and_goes_on_where_it_stopped(
     by_variant = {line["variant"]: line for line in first}
     assert by_variant["exact"]["density"] == 1.0
     assert by_variant["a_shape"]["density"] < 1.0
-    assert len(by_variant["default"]["in_prompt_scores"]) == 1
     assert by_variant["exact"]["nlls"] != by_variant["a_shape"]["nlls"]
 
     options = ["--documents", "1", "--tasks", "vt,needle_map", "--fidelities", "exact"]
@@ -51,8 +50,28 @@ def test_evaluation_writes_its_tables_and_goes_on_where_it_stopped(
     assert (tmp_path / "fidelity_needles.png").stat().st_size > 0
     names = {entry["name"] for entry in json.loads((tmp_path / "summary.json").read_text())}
     assert "tasks_counted_9k" in names
-    assert "late_question_drop_points" not in names, "one document has no bound"
     assert "needle_map" in capsys.readouterr().out
+
+
+def test_questions_at_other_times_and_kv_in_fp8_go_on_where_they_stopped(smallest: Path, tmp_path: Path) -> None:
+    options = ["--documents", "1", "--tasks", "niah_single_1", "--lengths", "2048"]
+    assert main(arguments(smallest, tmp_path, *options, "--fidelities", "default,late", "--in-prompt", "1")) == 0
+    assert main(arguments(smallest, tmp_path, *options, "--fidelities", "late,default,fp8_kv")) == 0
+    default, one, late, fp8 = lines(tmp_path)
+    assert [line["variant"] for line in (default, one, late, fp8)] == ["default", "late", "late", "fp8_kv"]
+    assert [line["key"]["late"] for line in (default, one, late, fp8)] == [0, 1, 2, 0]
+    assert [len(line["in_prompt_nlls"]) for line in (default, one, late, fp8)] == [0, 1, 2, 0]
+    assert len(late["second_scores"]) == len(late["second_in_prompt_nlls"]) == 2
+    # Dense at this length, so that only the kernels' rounding differs, in a conversation too.
+    assert late["nlls"] == pytest.approx(default["nlls"], rel=1e-5)
+    assert late["in_prompt_nlls"] == pytest.approx(late["nlls"], rel=1e-4)
+    assert late["second_in_prompt_nlls"] == pytest.approx(late["second_nlls"], rel=1e-4)
+    assert late["second_nlls"] != pytest.approx(late["nlls"], rel=1e-2)
+    assert fp8["nlls"] != default["nlls"]
+    assert fp8["nlls"] == pytest.approx(default["nlls"], rel=0.2)
+    trials = {trial["trial"]: trial for trial in json.loads((tmp_path / "fidelity.json").read_text())["trials"]}
+    assert trials.keys() == {"late_question", "second_question", "fp8_kv"}
+    assert trials["fp8_kv"]["delta_nll"] != 0
 
 
 def test_used_up_budget_stops_cleanly(smallest: Path, tmp_path: Path) -> None:
@@ -66,6 +85,9 @@ def test_unknown_names_are_refused_with_what_is_known(
     for option, value in (("--tasks", "needles"), ("--fidelities", "exact,quick")):
         with pytest.raises(SystemExit):
             main(arguments(smallest, tmp_path, option, value))
+    with pytest.raises(SystemExit):
+        main(arguments(smallest, tmp_path, "--fidelities", "late", "--in-prompt", "0"))
     shown = capsys.readouterr().err
     assert "unknown task 'needles', expected all, ruler" in shown
     assert "unknown fidelity or policy 'quick', expected one of exact, default" in shown
+    assert "--in-prompt: got 0, but late asks at least 1 question" in shown
