@@ -40,7 +40,7 @@ COMMAND = "python -m loadtests.engine_gpu"
 DEVICE = torch.device("cuda")
 LENGTHS = {"8k": 8192, "32k": 32_768, "128k": 131_072, "512k": 524_288, "1m": 1_048_576}
 FP8 = KVFormat(torch.float8_e4m3fn)
-_LLAMA_8B = {
+LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": 128_256,
     "max_position_embeddings": 1 << 23, "rms_norm_eps": 1e-5, "rope_theta": 3.58e9, "hidden_act": "silu",
@@ -50,7 +50,7 @@ _LLAMA_8B = {
 
 def llama_8b(*, fp8: bool) -> Model:
     """Random weights of Llama-3-8B's shapes on the device."""
-    spec = spec_from_config(_LLAMA_8B)
+    spec = spec_from_config(LLAMA_8B)
     random = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -269,7 +269,7 @@ def lengths(names: Sequence[str]) -> None:
     """TTFT and speed-up by length, in FP8 and in bf16 linears."""
     profile = load_profile("llama8b")
     dense: dict[str, tuple[float, float]] = {}
-    spec = spec_from_config(_LLAMA_8B)
+    spec = spec_from_config(LLAMA_8B)
     for name in names:
         dense[name] = dense_seconds(spec, LENGTHS[name])
         print(f"dense {name}: attention {dense[name][0]:.2f} s, linears {dense[name][1]:.2f} s", flush=True)

@@ -20,8 +20,9 @@ from engine.cuda.memory import pinned_memory
 from engine.engine import LocalEngine
 from engine.interfaces import AnswerRequest, SamplingParams
 from engine.model import Model
+from engine.spec import ModelSpec, spec_from_config
 from kernels import selftest
-from loadtests.engine_gpu import DEVICE, KeptInMemory, facts, free, llama_8b, planted, prefill, record
+from loadtests.engine_gpu import DEVICE, LLAMA_8B, KeptInMemory, facts, free, llama_8b, planted, prefill, record
 from loadtests.engine_gpu import FP8 as KV
 from loadtests.heads import load_profile
 from loadtests.kernels import HEAD_DIM
@@ -51,11 +52,13 @@ class _Reader:
 class PinnedStore(KeptInMemory):
     """A KV store in page-locked memory, for one document."""
 
-    def __init__(self, tokens: int, model: Model) -> None:
-        super().__init__(KV.layout(model.spec), keep=True)
+    def __init__(self, tokens: int, spec: ModelSpec) -> None:
+        super().__init__(KV.layout(spec), keep=True)
+        started = time.monotonic()
         size = self.layout.layer_bytes(tokens)
         with ThreadPoolExecutor(8) as pool:
             self.layers = self._memory = list(pool.map(_touched, [size] * self.layout.num_layers))
+        print(f"host memory ready in {time.monotonic() - started:.0f} s", flush=True)
 
     def match(self, chain: Sequence[Segment]) -> int:
         return len(chain) if self.written_bytes else 0
@@ -70,14 +73,11 @@ def _touched(size: int) -> np.ndarray:
     return memory
 
 
-def capped(name: str) -> None:
+def capped(name: str, store: PinnedStore) -> None:
     """Prefill and answer under a cap; records prefill_ttft_1m_<cap>_s and decode_1m_<cap>_s."""
     cap, linears = CAPS[name]
     model, heads = llama_8b(fp8=linears == "fp8"), planted(load_profile("llama8b"), MILLION)
     total = torch.cuda.mem_get_info(DEVICE)[1]
-    started = time.monotonic()
-    store = PinnedStore(MILLION, model)
-    print(f"host memory ready in {time.monotonic() - started:.0f} s", flush=True)
     planted_bytes = sum(one.nbytes for one in heads)
     free()
     torch.cuda.set_per_process_memory_fraction((cap + planted_bytes) / total, DEVICE)
@@ -152,12 +152,13 @@ def main() -> None:
         parser.error("needs a CUDA device")
     selftest.run(DEVICE, head_dims=(HEAD_DIM,))
     with torch.inference_mode():
-        for name in arguments.only:
-            if name == "4m":
-                four_million()
-            else:
-                capped(name)
-            free()
+        if caps := [name for name in arguments.only if name in CAPS]:
+            store = PinnedStore(MILLION, spec_from_config(LLAMA_8B))
+            for name in caps:
+                capped(name, store)
+                free()
+        if "4m" in arguments.only:
+            four_million()
 
 
 if __name__ == "__main__":
