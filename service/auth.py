@@ -4,7 +4,8 @@ import hashlib
 import hmac
 import ipaddress
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Key(BaseModel):
     tenant: str = Field(min_length=1, max_length=128)
     limits: Limits = Limits()
     admin: bool = False  # may see and steer the work of all tenants
+    expires_at: float | None = Field(default=None, gt=0)  # unix seconds; None: never
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Principal:
 class KeyRing:
     """The keys of one server; without any, everybody is the local tenant."""
 
-    def __init__(self, keys: Sequence[Key] = ()) -> None:
+    def __init__(self, keys: Sequence[Key] = (), *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._keys = [(bytes.fromhex(key.sha256), key) for key in keys]
 
     @classmethod
@@ -101,6 +104,8 @@ class KeyRing:
                 found = key
         if found is None:
             raise Unauthorized("Incorrect API key provided.")
+        if found.expires_at is not None and found.expires_at <= self._clock():
+            raise Unauthorized("This API key has expired: ask whoever runs this server for another one.")
         return Principal(found.tenant, found.limits, found.sha256, found.admin)
 
 

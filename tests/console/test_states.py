@@ -131,6 +131,7 @@ def test_keys_are_asked_for_and_limits_waited_for(tmp_path: Path, open_page: Ope
         [
             Key(sha256=hashlib.sha256(b"sk-right").hexdigest(), tenant="a", limits=Limits(requests_per_minute=20)),
             Key(sha256=hashlib.sha256(b"sk-other").hexdigest(), tenant="b"),
+            Key(sha256=hashlib.sha256(b"sk-expired").hexdigest(), tenant="a", expires_at=1.0),
         ]
     )
     with serving(tmp_path, keys=keys) as server:

@@ -126,6 +126,16 @@ def test_keys_file(tmp_path: Path) -> None:
     assert KeyRing.load(None).authenticate(None).tenant == "local"
 
 
+def test_an_expired_key_is_no_key() -> None:
+    now = 1_800_000_000.0
+    ring = KeyRing([key("sk-1", "t").model_copy(update={"expires_at": now + 60})], clock=lambda: now)
+    assert ring.authenticate("Bearer sk-1").tenant == "t"
+    now += 60
+    with pytest.raises(Unauthorized, match="expired") as refused:
+        ring.authenticate("Bearer sk-1")
+    assert refused.value.code == "invalid_api_key"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{}", "[]", '[{"sha256": "abc", "tenant": "t"}]', '[{"tenant": "t"}]', '[{"sha256": "%s", "tenant": ""}]'],
