@@ -245,7 +245,8 @@ def write_summary(table: Mapping[str, Any], records: Sequence[Record], *, summar
         origin = _origin(records, pooled["device"], pooled["tokens"])
         shared: dict[str, Any] = {"device": pooled["device"], "summary": summary, **origin}
         names = pooled["counted_ruler"]
-        ruler = [task for task in GROUPS["ruler"] if any(_is_cell(cell, pooled, task) for cell in table["cells"])]
+        dense = [cell for cell in table["cells"] if cell["dense"] is not None]
+        ruler = [task for task in GROUPS["ruler"] if any(_is_cell(cell, pooled, task) for cell in dense)]
         if ruler:
             write_entry(
                 f"tasks_counted_{size}",
