@@ -75,6 +75,10 @@ class KVReport(Protocol):
         """Bytes on disk of every holder that has any."""
         ...
 
+    def usage(self) -> Mapping[str, int]:
+        """Bytes of all of it, by tier."""
+        ...
+
 
 @dataclass(frozen=True)
 class ApiBackend:

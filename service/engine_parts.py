@@ -60,6 +60,9 @@ class StoreReport:
         entries = self._catalog.entries()
         return {entry.holder: entry.size_bytes for entry in entries if entry.holder is not None and entry.size_bytes}
 
+    def usage(self) -> Mapping[str, int]:
+        return self._catalog.usage()
+
 
 def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
     """Raises ModelError, ValueError (an unknown device or dtype, too few GPUs), OSError, EngineError."""

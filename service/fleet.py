@@ -91,7 +91,7 @@ class FleetMember:
     def beat(self) -> None:
         """Raises FleetDiffers, QueueUnavailable."""
         holders = self._kv.holders()
-        about = {"worker": self._name, "site": self._site, "process": os.getpid(), "disk": sum(holders.values())}
+        about = {"worker": self._name, "site": self._site, "process": os.getpid()}
         status, *others = self._store.run("beat", self._name, self._site, dumps(about), self._identity.text())
         if status == b"differs":
             raise differing(self._identity, Identity.read(others[0].decode()), others[1].decode())
@@ -165,11 +165,6 @@ class Fleet:
         """What the fleet would have in common if it served this API's model."""
         return Identity(self._model, self._tokenizer, fleet.digests)
 
-    def disk_bytes(self) -> int:
-        """KV on all sites with a living worker."""
-        by_site = {worker["site"]: int(worker["disk"]) for worker in self._look()[1]}
-        return sum(by_site.values())
-
     def _look(self) -> tuple[Identity | None, list[dict[str, Any]]]:
         """As of a second ago at most; nobody where Redis is away."""
         if time.monotonic() - self._looked_at >= LOOK_S:
@@ -204,7 +199,8 @@ class FleetKV:
         return {holder: _total(sites) for holder, sites in zip(holders, found, strict=True)}
 
     def usage(self) -> Mapping[str, int]:
-        return {"disk": self._fleet.disk_bytes()}
+        """Each worker shows its own, beside the cap and the disk that it has (service.metrics_port)."""
+        return {}
 
     def verify(self, holder: str | None = None) -> VerifyReport:
         """Of what lies on this machine."""

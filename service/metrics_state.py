@@ -26,7 +26,7 @@ STATE: Mapping[str, tuple[tuple[str, ...], str]] = {
     "foreword_kv_cap_bytes": (("tier",), "Cap of stored KV"),
     "foreword_uploads_bytes": ((), "Bytes of all uploads that a handle names"),
     "foreword_uploads_cap_bytes": ((), "Cap of uploads"),
-    "foreword_disk_free_bytes": ((), "Free bytes of the data folder's file system"),
+    "foreword_disk_free_bytes": ((), "Free bytes where KV lies (a worker's), or uploads (an API's)"),
     "foreword_disk_floor_bytes": ((), "Free bytes that are never used"),
 }
 
@@ -43,7 +43,7 @@ class StateCollector(Collector):
         *,
         tenant: TenantLabels,
     ) -> None:
-        """`kv_usage` returns bytes by tier."""
+        """`kv_usage` returns bytes by tier: nothing where workers elsewhere have the KV, and show it themselves."""
         self._settings = settings
         self._queue = queue
         self._kv_usage = kv_usage
@@ -55,13 +55,9 @@ class StateCollector(Collector):
         yield _family("foreword_jobs", {(state,): counts.get(state, 0) for state in JOB_STATES})
         yield _family("foreword_oldest_job_age_seconds", {(): self._queue.oldest_queued_age_s()})
         yield _family("foreword_tenant_jobs", self._by_tenant())
-        yield _family("foreword_kv_bytes", {(tier,): size for tier, size in self._kv_usage().items()})
-        caps = {("disk",): settings.kv_disk_bytes, ("host",): settings.kv_host_bytes}
-        yield _family("foreword_kv_cap_bytes", caps)
         yield _family("foreword_uploads_bytes", {(): self._uploaded_bytes()})
         yield _family("foreword_uploads_cap_bytes", {(): settings.upload_bytes})
-        yield _family("foreword_disk_free_bytes", {(): _free_bytes(settings.data_dir)})
-        yield _family("foreword_disk_floor_bytes", {(): settings.disk_floor_bytes})
+        yield from room(settings, settings.files_dir, self._kv_usage())
 
     def _by_tenant(self) -> Mapping[tuple[str, ...], float]:
         states = ("queued", "running")
@@ -73,6 +69,15 @@ class StateCollector(Collector):
         return found
 
 
+def room(settings: Settings, folder: Path, kv_usage: Mapping[str, int]) -> Iterable[Metric]:
+    """What is free of the disk under `folder`, and what is stored of KV, in bytes by tier, against its caps."""
+    caps = {"disk": settings.kv_disk_bytes, "host": settings.kv_host_bytes}
+    yield _family("foreword_kv_bytes", {(tier,): size for tier, size in kv_usage.items()})
+    yield _family("foreword_kv_cap_bytes", {(tier,): caps[tier] for tier in kv_usage})
+    yield _family("foreword_disk_free_bytes", {(): shutil.disk_usage(folder).free})
+    yield _family("foreword_disk_floor_bytes", {(): settings.disk_floor_bytes})
+
+
 def _family(name: str, values: Mapping[Any, float]) -> Metric:
     """`values` by their tuple of label values."""
     labels, meaning = STATE[name]
@@ -80,7 +85,3 @@ def _family(name: str, values: Mapping[Any, float]) -> Metric:
     for label_values, value in values.items():
         family.add_metric(list(label_values), value)
     return family
-
-
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free

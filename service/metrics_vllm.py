@@ -36,19 +36,22 @@ def vllm_names(model: str) -> Callable[[list[Metric]], list[Metric]]:
             counted = CounterMetricFamily(alias, f"{name}, as vLLM names it", labels=["model_name"])
             counted.add_metric([model], _sum(samples.get(name, ()), f"{name}_total", wanted))
             made.append(counted)
-        for alias, wanted in GAUGES.items():
+        # A worker by itself knows nothing of the queue, an API of several machines nothing of KV.
+        for alias, wanted in GAUGES.items() if "foreword_jobs" in samples else ():
             jobs = GaugeMetricFamily(alias, "foreword_jobs, as vLLM names it", labels=["model_name"])
             jobs.add_metric([model], _sum(samples.get("foreword_jobs", ()), "foreword_jobs", wanted))
             made.append(jobs)
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Stored KV on disk, share of its cap", labels=["model_name"]
-        )
         used, cap = (
             _sum(samples.get(name, ()), name, {"tier": "disk"})
             for name in ("foreword_kv_bytes", "foreword_kv_cap_bytes")
         )
-        usage.add_metric([model], used / cap if cap else 0.0)
-        return [*made, usage]
+        if cap:
+            usage = GaugeMetricFamily(
+                "vllm:kv_cache_usage_perc", "Stored KV on disk, share of its cap", labels=["model_name"]
+            )
+            usage.add_metric([model], used / cap)
+            made.append(usage)
+        return made
 
     return rename
 

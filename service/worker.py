@@ -26,7 +26,7 @@ from service.leases import STALL_S, LeaseKeeper
 from service.logs import configure_logging, log_uncaught
 from service.metrics import Metrics
 from service.metrics_gpu import gpu_reporter
-from service.metrics_port import show_metrics
+from service.metrics_port import WorkerPage, show_metrics
 from service.queue.base import QueueUnavailable
 from service.scheduler import EngineBroken, Scheduler
 from service.settings import Settings
@@ -51,10 +51,13 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
     name = f"{os.uname().nodename}-{os.getpid()}"
     with ExitStack() as stack:
         metrics = Metrics(_tenants(settings))
+        page = WorkerPage(metrics, settings)
         if settings.metrics_port:
-            stack.callback(show_metrics(metrics, settings.host, settings.metrics_port))
+            stack.callback(show_metrics(page.text, settings.host, settings.metrics_port))
         parts = open_parts(settings, metrics)
         stack.callback(parts.close)
+        page.opened(parts.kv_report.usage, parts.model.id)
+        stack.callback(page.closed)
         backend = open_worker_backend(settings, name, parts.engine, parts.model, parts.kv_report, stack)
         traces = open_traces(settings.otlp_endpoint, process="worker", model=parts.model.id)
         stack.callback(traces.close)

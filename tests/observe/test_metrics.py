@@ -20,8 +20,10 @@ from service.metrics import CACHE_STATES, CONTENT_TYPE, STAGES, Metrics
 from service.metrics_gpu import gpu_reporter
 from service.metrics_kv import TimedKVStore
 from service.metrics_labels import MOST_CODES, MOST_TENANTS, CodeLabels, TenantLabels
-from service.metrics_port import show_metrics
+from service.metrics_port import WorkerPage, show_metrics
+from service.metrics_state import StateCollector
 from service.metrics_vllm import vllm_names
+from service.settings import Settings
 from tests.observe.conftest import TENANTS, Observed
 from tests.service.http_fakes import serving
 from tools.observe.prometheus import free_port
@@ -133,7 +135,8 @@ def test_vllms_names_are_off_by_default_and_right_with_nothing_counted(tmp_path:
     with serving(tmp_path) as server:
         assert "vllm:" not in server.http.get("/metrics").text
     text = Metrics().render(rename=vllm_names("m")).decode()
-    assert value(text, "vllm:kv_cache_usage_perc", model_name="m") == 0
+    assert "vllm:num_requests" not in text, "an API knows of the queue, a worker doesn't"
+    assert "vllm:kv_cache_usage_perc" not in text, "there is no KV here to have a share of"
     assert value(text, "vllm:prompt_tokens_total", model_name="m") == 0
 
 
@@ -373,18 +376,44 @@ def test_files_are_whole_so_that_a_full_disk_kills_nobody(tmp_path: Path) -> Non
 # --- a worker's own port, GPUs, the KV store's time ----------------------------------------------------------------
 
 
-def test_a_worker_shows_its_metrics_on_a_port_of_its_own() -> None:
+def test_a_worker_shows_its_metrics_on_a_port_of_its_own(tmp_path: Path) -> None:
     metrics, port = Metrics(), free_port()
     metrics.generated_tokens.inc(3)
-    close = show_metrics(metrics, "127.0.0.1", port)
+    settings = Settings(data_dir=tmp_path, kv_disk_bytes=1000, kv_host_bytes=500, metrics_vllm_names=True)
+    page = WorkerPage(metrics, settings)
+    close = show_metrics(page.text, "127.0.0.1", port)
+    url = f"http://127.0.0.1:{port}/metrics"
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
+        answer = httpx.get(url)
         assert answer.headers["content-type"] == CONTENT_TYPE
         assert value(answer.text, "foreword_generated_tokens_total") == 3
+        assert "foreword_kv_bytes" not in answer.text, "the model is being loaded"
+        page.opened(lambda: {"disk": 250, "host": 50}, "m")
+        text = httpx.get(url).text
+        assert value(text, "foreword_kv_bytes", tier="disk") == 250
+        assert value(text, "foreword_kv_cap_bytes", tier="host") == 500
+        assert value(text, "foreword_disk_free_bytes") > 0
+        assert value(text, "vllm:kv_cache_usage_perc", model_name="m") == 0.25
+        assert value(text, "vllm:generation_tokens_total", model_name="m") == 3
+        assert "vllm:num_requests" not in text, "of the queue it knows nothing"
+        page.opened(lambda: {}["the disk fails"], "m")
+        assert httpx.get(url).status_code == 500
+        page.closed()
+        assert httpx.get(url).status_code == 200
         assert httpx.get(f"http://127.0.0.1:{port}/other").status_code == 404
-        show_metrics(metrics, "127.0.0.1", port)()  # taken: said in the log, and the worker goes on
+        show_metrics(page.text, "127.0.0.1", port)()  # taken: said in the log, and the worker goes on
     finally:
         close()
+
+
+def test_an_api_of_several_machines_shows_no_kv_against_a_cap_that_is_not_its_own(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        metrics = Metrics()
+        usage: dict[str, int] = {}
+        state = StateCollector(server.settings, server.queue, lambda: usage, lambda: 0, tenant=metrics.tenant)
+        assert "foreword_kv_cap_bytes{" not in metrics.render(state).decode()
+        usage = {"disk": 5, "host": 0}
+        assert value(metrics.render(state).decode(), "foreword_kv_cap_bytes", tier="disk") > 0
 
 
 class FakeNvml(ModuleType):

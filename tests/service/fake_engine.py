@@ -50,6 +50,9 @@ class FakeKV:
     def holders(self) -> dict[str, int]:
         return dict(self.made)
 
+    def usage(self) -> dict[str, int]:
+        return {"disk": sum(self.made.values()), "host": 0}
+
     def path(self, key: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / key
