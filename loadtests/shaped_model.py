@@ -2,7 +2,7 @@
 
 Fully random weights attend to everything alike, so no sparse prefill could leave anything out. Here all embeddings
 share a constant component, and W_q and W_k of each head map it to vectors that RoPE turns into a product that falls
-with the distance, as a power of it: a head needs its own number of keys, drawn once, about 1K to 32K, for 95 % of its
+with the distance, as a power of it: a head needs its own number of keys, drawn once, about 1K to 28K, for 95 % of its
 softmax mass at a million tokens (closed form: `kernel`). Beside it everything is random: content shifts logits by about
 1.4, layers add little to the residual stream, so that the constant component reaches the last one.
 
