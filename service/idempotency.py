@@ -7,6 +7,7 @@ another with its key gets 409, which clients try again, or follows the same answ
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -21,6 +22,7 @@ from service.errors import ApiError, Conflict, InvalidRequest, KeyReused, TooLar
 from service.middleware import principal_of
 from service.multipart import boundary_of
 from service.objects.base import Json, ObjectChanged, ObjectExists, Objects, StoredObject, UnknownObject
+from service.queue.base import QueueUnavailable
 
 KEPT_S = 24 * 3600.0
 LEASE_S = 30.0  # a request silent for so long died with its process
@@ -194,6 +196,7 @@ class _Claim:
         self._name = name
         self._path = path
         self._held: StoredObject | None = None
+        self._saving = threading.Lock()
 
     def take(self, fingerprint: str | None) -> Json | None:
         """None: the key is ours now. Otherwise what is known of its first request. Raises KeyReused, Conflict."""
@@ -236,7 +239,8 @@ class _Claim:
     async def _renew(self) -> None:
         while self._held is not None:
             await asyncio.sleep(LEASE_S / 3)
-            await to_thread.run_sync(self._save, {"until": time.time() + LEASE_S})
+            with contextlib.suppress(QueueUnavailable):  # the store may be back before the lease runs out
+                await to_thread.run_sync(self._save, {"until": time.time() + LEASE_S})
 
     def end(self, kept: Json | None, fingerprint: str | None) -> None:
         if self._held is None:
@@ -247,12 +251,13 @@ class _Claim:
             self._save({**kept, "fingerprint": fingerprint})
 
     def _save(self, change: Json) -> None:
-        held = self._held
-        if held is not None:
-            try:
-                self._held = self._objects.replace(held, {**held.data, **change}, due_at=held.created_at + KEPT_S)
-            except ObjectChanged:  # taken over after a stall: the record is another request's
-                self._held = None
+        with self._saving:  # the lease may be renewed at the very end of the request
+            held = self._held
+            if held is not None:
+                try:
+                    self._held = self._objects.replace(held, {**held.data, **change}, due_at=held.created_at + KEPT_S)
+                except ObjectChanged:  # taken over after a stall: the record is another request's
+                    self._held = None
 
 
 def _replay(kept: Json) -> Response:

@@ -13,6 +13,7 @@ from openai import UnprocessableEntityError
 
 from service import idempotency
 from service.auth import Key, KeyRing
+from service.queue.base import QueueUnavailable
 from tests.service.bench import until
 from tests.service.http_fakes import Server, serving
 from tests.service.test_http_durability import kill, process
@@ -130,6 +131,31 @@ def test_an_upload_under_way_refuses_its_twin(server: Server) -> None:
     go.set()
     first.join(30)
     assert upload(server, "slow", "b", b"x" * 1000).content == answers[0].content
+
+
+def test_a_store_that_is_away_for_a_moment_frees_no_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of an upload under way goes on being renewed."""
+    monkeypatch.setattr(idempotency, "LEASE_S", 1.5)
+    replace, away = server.objects.replace, iter([True])
+
+    def unsteady(*arguments: Any, **options: Any) -> Any:
+        if next(away, False):
+            raise QueueUnavailable("away")
+        return replace(*arguments, **options)
+
+    monkeypatch.setattr(server.objects, "replace", unsteady)
+    body, headers = multipart("b", b"y" * 1000)
+    leases = []
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:500]
+        time.sleep(3)  # twice a lease
+        leases.append(server.objects.find("idempotency", "ann", limit=1)[0].data["until"] - time.time())
+        yield body[500:]
+
+    assert post(server, "/v1/files", "unsteady", content=slowly(), headers=headers).status_code == 200
+    assert leases[0] > 0
+    assert not next(away, False), "it was away"
 
 
 def test_the_official_client_sends_again(server: Server) -> None:
