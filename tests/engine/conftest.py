@@ -24,6 +24,16 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def light_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention over many tokens at a third of `llama_folder`'s cost: two heads, neither shares its keys."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("light")
+    save_model(folder, LlamaConfig(**SHAPE | {"num_attention_heads": 2}, tie_word_embeddings=True))
+    return folder
+
+
 def _builder(folder: Path) -> OpenEngine:
     def build(model: Path, name: str = "kv", **options: Any) -> LocalEngine:
         def open_store(layout: KVLayout) -> LocalKVStore:
