@@ -157,25 +157,29 @@ def test_a_wrong_expectation_is_seen(tmp_path: Path) -> None:
 
 
 def test_gpu_panels_on_recorded_series(tmp_path: Path) -> None:
-    """No GPU here: two GPUs' series stand in for what NVML would say."""
+    """No GPU here: series of three GPUs, two of them of one machine, stand in for what NVML would say."""
+    gpus = ('instance="a", gpu="0"', 'instance="a", gpu="1"', 'instance="b", gpu="0"')
     series = {
         'foreword_gpu_memory_bytes{gpu="0", instance="a"}': "10e9 12e9 14e9",
         'foreword_gpu_memory_bytes{gpu="1", instance="a"}': "20e9 20e9 20e9",
+        'foreword_gpu_memory_bytes{gpu="0", instance="b"}': "5e9x2",
+        'foreword_gpu_memory_total_bytes{gpu="0", instance="b"}': "80e9x2",
+        'foreword_gpu_utilization_ratio{gpu="0", instance="b"}': "0.2x2",
         'foreword_gpu_memory_total_bytes{gpu="0", instance="a"}': "80e9x2",
         'foreword_gpu_memory_total_bytes{gpu="1", instance="a"}': "80e9x2",
         'foreword_gpu_utilization_ratio{gpu="0", instance="a"}': "0.5 0.9 0.7",
         'foreword_gpu_utilization_ratio{gpu="1", instance="a"}': "0 0 0.1",
     }
     expected = {
-        "foreword_gpu_memory_bytes": (14e9, 20e9),
-        "foreword_gpu_memory_total_bytes": (80e9, 80e9),
-        "foreword_gpu_utilization_ratio": (0.7, 0.1),
+        "foreword_gpu_memory_bytes": (14e9, 20e9, 5e9),
+        "foreword_gpu_memory_total_bytes": (80e9, 80e9, 80e9),
+        "foreword_gpu_utilization_ratio": (0.7, 0.1, 0.2),
     }
     queries = [query.expr for panel in PANELS if panel.needs_gpu for query in panel.queries]
     tests = []
     for expr in queries:
         (values,) = [values for name, values in expected.items() if f"({name})" in expr]
-        samples = [{"labels": f'{{gpu="{number}"}}', "value": value} for number, value in enumerate(values)]
+        samples = [{"labels": f"{{{gpu}}}", "value": value} for gpu, value in zip(gpus, values, strict=True)]
         tests.append({"expr": expr, "eval_time": "2m", "exp_samples": samples})
     assert len(tests) == 3
     inputs = [{"series": name, "values": values} for name, values in series.items()]

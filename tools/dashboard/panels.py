@@ -411,8 +411,8 @@ ROWS = (
                 "GPU memory",
                 "In use, of all processes, and there is.",
                 (
-                    Query("max by (gpu) (foreword_gpu_memory_bytes)", "GPU {{gpu}}"),
-                    Query("max by (gpu) (foreword_gpu_memory_total_bytes)", "GPU {{gpu}}, all"),
+                    Query("max by (instance, gpu) (foreword_gpu_memory_bytes)", "{{instance}} GPU {{gpu}}"),
+                    Query("max by (instance, gpu) (foreword_gpu_memory_total_bytes)", "{{instance}} GPU {{gpu}}, all"),
                 ),
                 "bytes",
                 needs_gpu=True,
@@ -420,7 +420,7 @@ ROWS = (
             Panel(
                 "GPU utilisation",
                 "Share of time that a kernel ran.",
-                (Query("max by (gpu) (foreword_gpu_utilization_ratio)", "GPU {{gpu}}"),),
+                (Query("max by (instance, gpu) (foreword_gpu_utilization_ratio)", "{{instance}} GPU {{gpu}}"),),
                 "percentunit",
                 needs_gpu=True,
             ),
