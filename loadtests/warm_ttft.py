@@ -192,7 +192,7 @@ class _SampleReader(GroupFileReader):
         self._sample = sample
 
     def read_into(self, layer: int, buffer: memoryview) -> None:
-        np.copyto(np.frombuffer(buffer, np.uint8), self._sample)
+        np.copyto(np.frombuffer(buffer, np.uint8)[: len(self._sample)], self._sample)
 
     def close(self) -> None:
         pass
@@ -429,7 +429,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default=None, help="auto, bfloat16, float32 or float8; default: float8 on CUDA")
     parser.add_argument("--max-disk-gb", type=float, default=40.0, help="KV that a length may have on the disk")
     parser.add_argument("--budget-s", type=float, default=290.0)
-    parser.add_argument("--io-threads", type=int, default=2)
+    parser.add_argument("--io-threads", type=int, default=4)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: the temporary one")
     parser.add_argument("--results", type=Path, default=results.SUMMARY.parent, help="folder of summary.json")
     arguments = parser.parse_args()

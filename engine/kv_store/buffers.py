@@ -19,8 +19,9 @@ class BufferPool:
     """Hands out writable byte arrays; the memory of one comes back when its last view is gone.
 
     Fresh memory costs a page fault every 4 KiB, more than reading from the page cache does. Where the idle memory is
-    full, a buffer pushes out smaller ones: the ends of documents, each of its own size, must not fill it. `allocate`
-    may give other memory, such as pinned memory.
+    full, a buffer pushes out smaller ones: the ends of documents, each of its own size, must not fill it. Memory that
+    somebody will use again soon (`expect`) may lie idle beyond the limit. `allocate` may give other memory, such as
+    pinned memory.
     """
 
     def __init__(self, max_idle_bytes: int, allocate: Callable[[int], Bytes] = plain_memory) -> None:
@@ -40,6 +41,24 @@ class BufferPool:
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, self._give_back, memory).atexit = False
         return view
+
+    def take_aligned(self, size_bytes: int, alignment: int) -> memoryview:
+        """`size_bytes` at an address that `alignment` divides, as O_DIRECT wants it."""
+        memory = self.take(size_bytes + alignment)
+        first = -memory.ctypes.data % alignment
+        return memory.data[first : first + size_bytes]  # a slice of the array would not keep it alive, see `take`
+
+    def expect(self, size_bytes: int) -> None:
+        """So much more may lie idle, until the same number is given back as a negative one."""
+        self._max_idle_bytes += size_bytes
+        while self._idle_bytes > self._max_idle_bytes:
+            idle = next((idle for idle in list(self._idle.values()) if idle), None)
+            if idle is None:
+                return
+            try:
+                self._idle_bytes -= idle.popleft().nbytes
+            except IndexError:  # another thread took it
+                continue
 
     def fill(self, size_bytes: int, count: int) -> None:
         """Have `count` buffers of `size_bytes` ready whose pages are there: taking them costs no page fault.

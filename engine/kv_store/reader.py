@@ -15,6 +15,7 @@ from engine.kv_store.buffers import BufferPool
 from engine.kv_store.copies import Copy
 from engine.kv_store.counters import Counters
 from engine.kv_store.host_cache import HostCache
+from engine.kv_store.layout import ALIGNMENT, aligned
 
 log = logging.getLogger("foreword.kv_store")
 
@@ -57,6 +58,9 @@ class LocalReader:
         self._pending: dict[int, list[Future[memoryview]]] = {}
         self._closed = False
         per_layer = max(1, sum(copy.layer_bytes for copy in copies))
+        # Two layers' buffers take turns: made anew for every layer they would cost more than reading.
+        self._expected_bytes = 2 * sum(aligned(copy.layer_bytes) + ALIGNMENT for copy in copies)
+        path.buffers.expect(self._expected_bytes)
         self._layers_ahead = max(1, path.readahead_bytes // per_layer)
         in_host = all(path.host.holds(copy.name, layout.num_layers) for copy in copies)
         self.tier: Literal["host", "disk", "shared"] = "host" if in_host else "disk"
@@ -83,6 +87,7 @@ class LocalReader:
         for futures in self._pending.values():
             _cancel(futures)
         self._pending.clear()
+        self._path.buffers.expect(-self._expected_bytes)
         self._path.counters.add("hits", self.tier, amount=len(self._copies))
         self._end_lease()
 
@@ -122,11 +127,11 @@ class LocalReader:
         # number of open files small however long the chain is.
         file = self._path.blocks.open(copy, layer // copy.layout.layers_per_group)
         try:
-            buffer = self._path.buffers.take(copy.layer_bytes).data
+            buffer = self._path.buffers.take_aligned(aligned(copy.layer_bytes), ALIGNMENT)
             file.read_into(layer, buffer)
         finally:
             file.close()
-        return buffer.toreadonly()
+        return buffer[: copy.layer_bytes].toreadonly()
 
 
 def _missing(copy: Copy, layer: int, error: Exception) -> KVMissing:

@@ -48,7 +48,7 @@ class LocalKVStore:
         host_bytes: int = 0,
         readahead_bytes: int = 64 * MIB,
         write_buffer_bytes: int = 128 * MIB,
-        io_threads: int = 2,
+        io_threads: int = 4,
         counters: Counters | None = None,
         orphan_ttl_s: float = 6 * 3600.0,
         clock: Clock = time.time,
