@@ -180,7 +180,7 @@ def engine_alone(settings: Settings, prefix: TokenIds, folder: Path) -> EngineAl
         sparse=chosen_settings(device_type=device_type(settings.device)),
     )
     try:
-        # One that is short first: a kernel's first launch of a process compiles or loads it.
+        # One that is short first: a kernel's first launch of a process loads it; the server had it compiled.
         for number, tokens in enumerate((prefix[:16_384], prefix)):
             request = PrefillRequest(tokens=tokens, salt=bytes([number]), owner=f"{number}", holder=f"{number}")
             prefill = engine.start_prefill(request)
@@ -230,8 +230,9 @@ def label(tokens: int) -> str:
 
 
 def warm_up(client: Client, archive: Path, tokens: int, tokenizer: Tokenizer) -> None:
-    """A short repository read and asked about: kernels are compiled and loaded before anything is timed."""
-    build_archive(archive, [Path(__file__).parents[1] / "engine"], tokens, tokenizer)
+    """Another repository, read, asked about and deleted: kernels are compiled and loaded for all positions before
+    anything is timed."""
+    build_archive(archive, default_sources()[1:], tokens, tokenizer)
     file = client.openai.files.create(file=archive, purpose="user_data")
     client.processed(file.id)
     client.ask(file.id, QUESTIONS[0], max_tokens=8)
@@ -263,7 +264,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(f"server ready after {time.monotonic() - started:.0f} s", flush=True)
         client = Client(server.url)
         if options.warm_up:
-            warm_up(client, folder / "short.zip", options.warm_up, tokenizer)
+            warm_up(client, folder / "other.zip", options.warm_up, tokenizer)
+            print(f"warmed up after {time.monotonic() - started:.0f} s", flush=True)
         before = scrape(server.url)
         asked = time.monotonic()
         file = client.openai.files.create(file=archive, purpose="user_data")
@@ -339,7 +341,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-disk-gib", type=float, default=72.0)
     parser.add_argument("--kv-host-gib", type=float, default=1.0)
     parser.add_argument("--start-s", type=float, default=600.0, help="the server may take so long to be ready")
-    parser.add_argument("--warm-up", type=int, default=20_000, metavar="TOKENS", help="read before; 0: nothing is")
+    parser.add_argument("--warm-up", type=int, metavar="TOKENS", help="read before; as many as --tokens; 0: none")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--no-engine", dest="engine", action="store_false", help="don't run the engine by itself")
     parser.add_argument("--dry", action="store_true", help="write no figure into summary.json")
@@ -349,6 +351,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     fast = "auto" if options.device == "cpu" else "float8"
+    options.warm_up = options.tokens if options.warm_up is None else options.warm_up
     options.linears, options.kv_dtype = options.linears or fast, options.kv_dtype or fast
     with tempfile.TemporaryDirectory(prefix="foreword-rest-", dir=options.folder) as folder:
         found = run(options, Path(folder))
