@@ -13,6 +13,7 @@ import { watch } from "./watch.js";
 import { tooLarge, tooManyFiles } from "./words.js";
 
 const REFRESH_MS = 4000;
+const SENDABLE = /^[\x21-\x7e]+$/; // what a header can carry of a key
 
 const documents = new Documents();
 const shelf = new Shelf(documents, { open: (id) => open(id) });
@@ -268,9 +269,14 @@ signals.addEventListener("unauthorized", () =>
 function listenForKey() {
   find("key-button").addEventListener("click", () => askForKey());
   find("key-cancel").addEventListener("click", () => find("key-dialog").close());
-  find("key-form").addEventListener("submit", () => {
+  find("key-form").addEventListener("submit", (event) => {
     const value = find("key").value.trim();
     if (!value) return;
+    if (!SENDABLE.test(value)) {
+      event.preventDefault(); // the dialog stays: a browser can't send such a key, which would look like a lost connection
+      find("key-why").textContent = "This can't be a key: it has spaces or characters that keys never have. Copy it again.";
+      return;
+    }
     key.set(value);
     const id = current?.id ?? location.hash.slice(1);
     close();
