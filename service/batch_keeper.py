@@ -1,6 +1,7 @@
 """What becomes of a batch: its lines are checked, asked a few at a time, and their rows put into two files."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ class _Run:
             path = await to_thread.run_sync(self._input)
         except InvalidRequest as error:
             await self._fail([Flaw(None, "input_file_gone", error.message)])
+            await to_thread.run_sync(lambda: shutil.rmtree(self._folder, ignore_errors=True))
             return
         if self._held.data["status"] == "validating" and not await self._validate(path):
             return

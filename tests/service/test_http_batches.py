@@ -189,6 +189,19 @@ def test_a_batch_expires(client: OpenAI, server: Server, monkeypatch: pytest.Mon
     assert {row["error"]["code"] for row in rows(client, batch.error_file_id).values()} == {"batch_expired"}
 
 
+def test_a_batch_whose_questions_are_gone_fails_and_leaves_nothing(client: OpenAI, server: Server) -> None:
+    """Its file was deleted, and then the process that asked them died."""
+    done = server.objects.get("batch", "ann", ended(client, begin(client, [chat("a")]).id).id)
+    folder = server.data_dir / "batches" / "batch_orphan"
+    folder.mkdir(parents=True)
+    (folder / "00000001.jsonl").write_text("")
+    data = {**done.data, "status": "in_progress", "input_file_id": "file-gone"}
+    server.objects.create("batch", "ann", "batch_orphan", data, due_at=time.time())
+    batch = ended(client, "batch_orphan")
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "input_file_gone")
+    until(lambda: not folder.exists())
+
+
 def test_list_and_tenants(client: OpenAI, server: Server) -> None:
     bob = server.client("bob")
     mine = [ended(bob, begin(bob, [chat("a")]).id).id for _ in range(3)]
