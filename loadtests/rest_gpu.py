@@ -108,7 +108,7 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=WAIT_S, max_retries=0)
-        self._url = url
+        self._url, self._model = url, self.openai.models.list().data[0].id
 
     def document(self, file_id: str) -> dict[str, Any]:
         answer = httpx.get(f"{self._url}/v1/documents/{file_id}", timeout=60).raise_for_status()
@@ -135,7 +135,7 @@ class Client:
         started, first, extras, prompt_tokens = time.monotonic(), None, dict[str, Any](), 0
         content: list[Any] = [{"type": "file", "file": {"file_id": file_id}}, {"type": "text", "text": question}]
         with self.openai.chat.completions.create(
-            model="default",
+            model=self._model,
             messages=[{"role": "user", "content": content}],
             max_tokens=max_tokens,
             temperature=0,
@@ -203,9 +203,11 @@ def figures(
     document: dict[str, Any], stages: dict[str, float], engine: EngineAlone | None, to_first_text_s: float
 ) -> dict[str, Any]:
     """What stands beside the TTFT: the record's density and recall, and the overhead over the engine, as shares of
-    its seconds. Without `engine` the engine's part of the server's own prefill is what is compared with."""
+    its seconds. `overhead_in_server` is over the engine's part of the server's own prefill; without `engine` all are.
+    """
     tokens, cold_s = document["prefix_tokens"], document["cold_ttft_s"]
-    alone_s = document["stage_seconds"]["prefill"] if engine is None else engine.seconds
+    own_s = document["stage_seconds"]["prefill"]
+    alone_s = own_s if engine is None else engine.seconds
     return {
         "tokens": tokens,
         "density": round(document["density"], 4),
@@ -219,6 +221,7 @@ def figures(
         "engine_s": round(alone_s, 3),
         "engine_to_logits_s": None if engine is None else round(engine.to_logits_s, 3),
         "overhead": round((cold_s - stages["ingest"] - alone_s) / alone_s, 4),
+        "overhead_in_server": round((cold_s - stages["ingest"] - own_s) / own_s, 4),
         "overhead_with_ingest": round((cold_s - alone_s) / alone_s, 4),
         "overhead_to_first_text": round((to_first_text_s - alone_s) / alone_s, 4),
     }
@@ -348,13 +351,22 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _show_log(path: Path) -> None:
+    """What the server had to say: warnings and errors."""
+    if path.is_file():
+        print(path.read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     fast = "auto" if options.device == "cpu" else "float8"
     options.warm_up = options.tokens if options.warm_up is None else options.warm_up
     options.linears, options.kv_dtype = options.linears or fast, options.kv_dtype or fast
     with tempfile.TemporaryDirectory(prefix="foreword-rest-", dir=options.folder) as folder:
-        found = run(options, Path(folder))
+        try:
+            found = run(options, Path(folder))
+        finally:
+            _show_log(Path(folder) / "server" / "server.log")
     print(json.dumps(found, indent=2), flush=True)
     if not options.dry:
         record(found, options)

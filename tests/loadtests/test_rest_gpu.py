@@ -57,6 +57,7 @@ def test_the_overhead_is_over_the_engine_by_itself_where_that_was_run() -> None:
     found = figures(DOCUMENT, stages, EngineAlone(9.5, 10.0, 0.25), to_first_text_s=15.0)
     assert found["engine"] == "by itself"
     assert (found["overhead"], found["overhead_with_ingest"], found["overhead_to_first_text"]) == (0.05, 0.25, 0.5)
+    assert found["overhead_in_server"] == 0.05
     assert found["mean_keys"] == 125
     inside = figures({**DOCUMENT, "stage_seconds": {"prefill": 5.0}}, stages, None, to_first_text_s=15.0)
     assert (inside["engine"], inside["engine_s"], inside["overhead"]) == ("in the server", 5.0, 1.1)
