@@ -13,6 +13,7 @@ POLICIES: tuple[Policy, ...] = ("dense", "a_shape", "vertical_slash", "block_spa
 # Raised whenever the choice of blocks changes for equal settings.
 POLICY_VERSION = 6
 _LARGEST_ROW_BLOCK = 512
+_LEAST_GUARD_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class SparseSettings:
         return count
 
     def guard_rows_at(self, end: int) -> int:
-        """Fresh rows of each head in a segment that ends at `end`: fewer where each costs more, at least 2."""
-        return max(2, self.guard_rows * self.sampled_rows_at(end) // self.sampled_rows)
+        """Fresh rows of each head in a segment that ends at `end`: fewer where each costs more, at least 4."""
+        return max(_LEAST_GUARD_ROWS, self.guard_rows * self.sampled_rows_at(end) // self.sampled_rows)
 
     def row_block_at(self, end: int) -> int:
         """Rows that share a list where `sampled_rows_until` is set: twice as many each time the position quadruples."""
-        block, until = self.row_block, None if self.sampled_rows_until is None else 2 * self.sampled_rows_until
+        block, until = self.row_block, None
+        if self.sampled_rows_until is not None:  # where one row of each block is left
+            until = self.sampled_rows * self.sampled_rows_until // 2
         while until is not None and end > until and block < _LARGEST_ROW_BLOCK:
             block, until = block * 2, until * 4
         return block
@@ -83,9 +86,9 @@ def default_settings(device_type: str) -> SparseSettings:
         key_block=128,
         local_blocks=2,
         row_block=128,
-        sampled_rows=2,
-        sampled_rows_until=131_072,
-        guard_rows=8,
+        sampled_rows=16,
+        sampled_rows_until=32_768,
+        guard_rows=32,
         corrections=1,
     )
 
