@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from service.errors import InvalidRequest, UnsupportedMediaType
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 CHUNK_BYTES = 1 << 20
 MAX_PARTS = 10_000
@@ -29,7 +32,10 @@ class PartReader:
     """Feed it the body; it raises InvalidRequest at the first thing that can't be right."""
 
     def __init__(self, boundary: bytes, *, new_file: Callable[[str], Path], on_bytes: Callable[[int], None]) -> None:
-        """`new_file(filename)` says where a file part goes, `on_bytes(count)` may refuse more by raising."""
+        """`new_file(filename)` says where a file part goes, `on_bytes(count)` may refuse more by raising.
+
+        Raises InvalidRequest for a boundary that is too long.
+        """
         self.fields: dict[str, str] = {}
         self._new_file = new_file
         self._on_bytes = on_bytes
@@ -39,19 +45,20 @@ class PartReader:
         self._disposition = b""
         self._num_parts = 0
         self._ended = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._part_begin,
-                "on_header_field": self._header_field,
-                "on_header_value": self._header_value,
-                "on_header_end": self._header_end,
-                "on_headers_finished": self._headers_finished,
-                "on_part_data": self._part_data,
-                "on_part_end": self._part_end,
-                "on_end": self._end,
-            },
-        )
+        callbacks: MultipartCallbacks = {
+            "on_part_begin": self._part_begin,
+            "on_header_field": self._header_field,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_headers_finished": self._headers_finished,
+            "on_part_data": self._part_data,
+            "on_part_end": self._part_end,
+            "on_end": self._end,
+        }
+        try:
+            self._parser = MultipartParser(boundary, callbacks)
+        except FormParserError as error:
+            raise InvalidRequest(f"the multipart body can't be read: {error}", code="invalid_multipart") from error
 
     def feed(self, chunk: bytes) -> None:
         try:

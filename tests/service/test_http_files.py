@@ -247,6 +247,13 @@ def test_parallel_uploads_are_all_kept(server: Server, client: OpenAI) -> None:
             400,
             "missing_required_parameter",
         ),
+        (f"multipart/form-data; boundary={'b' * 300}", b"--b--", 400, "invalid_multipart"),
+        (
+            "multipart/form-data; boundary=b",
+            b'--b\r\nContent-Disposition: form-data; name="' + b"n" * 100_000 + b'"\r\n\r\nx\r\n--b--\r\n',
+            400,
+            "invalid_multipart",
+        ),
     ],
 )
 def test_damaged_bodies(server: Server, content_type: str, body: bytes, status: int, code: str) -> None:
