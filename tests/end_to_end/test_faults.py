@@ -100,7 +100,7 @@ def test_kv_that_cannot_fit_is_refused_and_the_worker_lives(tmp_path: Path) -> N
 
 def test_corrupted_kv_is_recomputed_and_counted(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    text, needles = with_needles(library_text(16_000), 1, seed=9)
+    text, needles = with_needles(library_text(6_000), 1, seed=9)
     with running(data) as server:
         file_id = upload(server.client(), "short.py", text)
     damaged = 0
@@ -122,7 +122,7 @@ def test_corrupted_kv_is_recomputed_and_counted(tmp_path: Path) -> None:
 
 def test_cancelled_prefill_and_client_gone_leave_the_worker_free(server: Server) -> None:
     client = server.client()
-    text, _ = with_needles(library_text(60_000, skip=60), 1, seed=10)
+    text, _ = with_needles(library_text(36_000, skip=60), 1, seed=10)
     file_id = client.files.create(file=("withdrawn.py", text.encode()), purpose="user_data").id
     server.wait_for(file_id, progress=0.05)
     client.files.delete(file_id)

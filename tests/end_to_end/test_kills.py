@@ -42,13 +42,14 @@ class Heartbeat:
 def test_worker_killed_half_way_goes_on_from_a_layer_boundary(tmp_path: Path) -> None:
     with running(tmp_path / "data", lease_s=3, checkpoint_s=0.5) as server:
         client = server.client()
-        text, needles = with_needles(library_text(60_000), 1, seed=5)
+        text, needles = with_needles(library_text(36_000), 1, seed=5)
         file_id = client.files.create(file=("long.py", text.encode()), purpose="user_data").id
         with Heartbeat(server) as heartbeat:
             server.wait_for(file_id, progress=0.5)
             server.kill(server.worker_pid())
             document = server.wait_for(file_id)
         assert document["state"] == "ready"
+        assert document["num_tokens"] > 2 * 4096, "behind the crossover, too"
         assert heartbeat.answers > 20
         assert heartbeat.failures == []
         num_layers = 30
@@ -67,7 +68,7 @@ def test_everything_killed_then_served_again(tmp_path: Path) -> None:
     with running(data, lease_s=3, checkpoint_s=0.5) as server:
         client = server.client()
         done_id = upload(client, "done.py", finished)
-        text, _ = with_needles(library_text(50_000, skip=10), 1, seed=8)
+        text, _ = with_needles(library_text(24_000, skip=10), 1, seed=8)
         running_id = client.files.create(file=("running.py", text.encode()), purpose="user_data").id
         server.wait_for(running_id, progress=0.3)
         server.kill()

@@ -135,7 +135,7 @@ def test_inline_file_waits_for_its_own_prefill(server: Server) -> None:
 
 def test_question_during_the_prefill_gets_comments_then_the_answer(server: Server) -> None:
     client = server.client()
-    text, needles = with_needles(library_text(40_000, skip=50), 1, seed=4)
+    text, needles = with_needles(library_text(18_000, skip=50), 1, seed=4)
     file_id = client.files.create(file=("waiting.py", text.encode()), purpose="user_data").id
     key, number = next(iter(needles.items()))
     body = {
