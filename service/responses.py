@@ -1,5 +1,6 @@
 """Responses: made from a request, asked as a chat's question is, followed and ended; the background ones seen to it."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -14,7 +15,7 @@ from service.auth import Principal
 from service.background import LEASE_S, Held
 from service.conversation import decode_inline, handles_of
 from service.dependencies import Services
-from service.errors import ApiError, NotFound
+from service.errors import ApiError, ContextLengthExceeded, NotFound, TooLarge
 from service.intake import derived_id, take_inline
 from service.middleware import admit_answer
 from service.objects.base import Json, ObjectChanged, ObjectExists, StoredObject, UnknownObject
@@ -32,6 +33,8 @@ from service.response_views import response_events, response_view
 from service.schemas import FileReference
 from service.waiting import Stage, Unready, look, wait_for_documents
 
+MAX_ASKED_BYTES = 8 << 20
+
 
 class Responses:
     """The responses of one API process."""
@@ -47,6 +50,12 @@ class Responses:
         chat = await to_thread.run_sync(read_chat, services, draft)
         files = handles_of(chat)
         size = await to_thread.run_sync(question_size, services, chat)
+        if size.question >= services.model.max_positions:  # said now: its documents may take long
+            raise ContextLengthExceeded(
+                limit=services.model.max_positions,
+                prompt_tokens=size.question,
+                max_tokens=wanted.max_output_tokens or 1,
+            )
         data = {**draft.data, "files": files, "question_tokens": size.question}
         state = await to_thread.run_sync(look, services, tenant, files)
         question = None if isinstance(state, Unready) else await to_thread.run_sync(question_of, services, chat, state)
@@ -114,6 +123,11 @@ class Responses:
             plain["seed"] = secrets.randbelow(2**31)  # another attempt must say the same
         plain |= {"store": wanted.store, "background": wanted.background}
         plain.pop("stream", None)
+        if len(json.dumps(plain)) > MAX_ASKED_BYTES:
+            raise TooLarge(
+                f"what a response is asked is kept, and may have {MAX_ASKED_BYTES} bytes beside its files",
+                code="request_too_large",
+            )
         now, principal = time.time(), request.scope["state"]["principal"]
         data: Json = {
             "request": plain,

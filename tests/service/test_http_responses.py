@@ -359,6 +359,18 @@ def test_refused_by_name(server: Server, options: dict[str, Any], param: str, co
     assert (error["param"], error["code"]) == (param, code)
 
 
+def test_what_is_kept_of_a_question_is_bounded(client: OpenAI, server: Server) -> None:
+    """A document that is still read must not let through what could never be answered."""
+    server.worker.prefill_gate.clear()
+    file_id = upload(client, "takes its time", wait=False)
+    with pytest.raises(BadRequestError) as error:
+        client.responses.create(model="default", input=about(file_id, text="why " * 4096), background=True)
+    assert error.value.code == "context_length_exceeded"
+    body = {"model": "default", "input": "Q", "stream_options": {"x": "y" * (9 << 20)}}
+    answer = server.http.post("/v1/responses", json=body, headers={"authorization": "Bearer ann"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
 def test_idempotency_key_gives_the_same_response(client: OpenAI, server: Server) -> None:
     before = len(server.worker.answered)
     headers = {"Idempotency-Key": "response-1"}
