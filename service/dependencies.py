@@ -31,7 +31,9 @@ from service.uploads import UploadStore
 from service.webhook_sender import Sender
 
 STATUS_THREADS = 4
-MAX_JSON_BYTES = 64 << 20  # a file given inline is a third larger in base64
+MAX_JSON_BYTES = 4 << 20  # most of it may be kept (service.objects)
+MAX_WITH_FILES_BYTES = 64 << 20  # a file given inline is a third larger in base64
+_WITH_FILES = ("/v1/chat/completions", "/v1/responses")
 _SURROGATE = re.compile(r"\\u[dD]")
 
 
@@ -87,11 +89,12 @@ def get_principal(request: Request) -> Principal:
 async def get_json(request: Request) -> dict[str, Any]:
     """The body as a JSON object; {} where there is none. Raises UnsupportedMediaType, TooLarge, InvalidRequest."""
     body = bytearray()
+    most_bytes = MAX_WITH_FILES_BYTES if request.url.path in _WITH_FILES else MAX_JSON_BYTES
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_JSON_BYTES:
+        if len(body) > most_bytes:
             raise TooLarge(
-                f"a JSON body may have {MAX_JSON_BYTES} bytes: upload larger files with /v1/files",
+                f"a JSON body may have {most_bytes} bytes here: upload larger files with /v1/files",
                 code="request_too_large",
             )
     if not body:

@@ -106,6 +106,13 @@ def test_impossible_uploads(server: Server, options: dict[str, Any], param: str)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_a_description_is_no_file(server: Server) -> None:
+    """It is kept for as long as the upload is."""
+    body = {"bytes": 1, "filename": "a", "mime_type": "text/plain", "purpose": "user_data", "options": " " * (4 << 20)}
+    answer = server.http.post("/v1/uploads", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
 def test_a_part_is_one_file_of_at_most_64_mib(client: OpenAI, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     upload_id = begin(client, 100)
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
