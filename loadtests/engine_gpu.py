@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
@@ -24,16 +25,17 @@ from engine.interfaces import Fidelity, KVLayout, PrefillRequest, PrefillResult
 from engine.kv_format import KVFormat
 from engine.model import LayerWeights, Model, fp8_layer
 from engine.parallel import RankGroup
+from engine.plan import plan
 from engine.prefill import LayerMajorPrefill
 from engine.prefill_rows import PrefillRows
 from engine.rope import frequencies
 from engine.sparse.settings import SparseSettings, default_settings, for_fidelity
 from engine.spec import ModelSpec, spec_from_config
-from engine.work import MachineRates, PrefillWork
+from engine.work import MachineRates, PrefillWork, gpu_rates
 from kernels import dispatch, selftest
 from kernels.dense_attention import dense_attention
 from loadtests import results
-from loadtests.heads import Profile, generate, load_profile
+from loadtests.heads import Group, Profile, generate, load_profile
 from loadtests.kernels import HEAD_DIM, HEADS, KV_HEADS, timed
 
 COMMAND = "python -m loadtests.engine_gpu"
@@ -48,21 +50,41 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
+# Shapes that the rates of engine.work were not fitted to, nor to these lengths.
+OTHER_SHAPES = {
+    "qwen2.5-7b": {
+        **LLAMA_8B, "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "rms_norm_eps": 1e-6,
+    },
+    "llama-3.2-3b": {
+        **LLAMA_8B, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+OTHER_LENGTHS = (98_304, 196_608)
+
+
 def llama_8b(*, fp8: bool) -> Model:
     """Random weights of Llama-3-8B's shapes on the device."""
-    spec = spec_from_config(LLAMA_8B)
-    random = torch.Generator(DEVICE).manual_seed(0)
+    return random_model(LLAMA_8B, fp8=fp8)
+
+
+def random_model(config: dict[str, Any], *, fp8: bool, device: torch.device = DEVICE) -> Model:
+    """Random weights of the shapes of a transformers config, of a family without norms of q and k."""
+    spec = spec_from_config(config)
+    random = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random, device=DEVICE, dtype=torch.bfloat16).mul_(0.02)
+        return torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16).mul_(0.02)
 
-    ones = torch.ones(spec.hidden, dtype=torch.bfloat16, device=DEVICE)
+    ones = torch.ones(spec.hidden, dtype=torch.bfloat16, device=device)
+    qkv_channels = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
 
     def layer() -> LayerWeights:
         made = LayerWeights(
             input_norm=ones,
-            qkv=normal((spec.heads + 2 * spec.kv_heads) * spec.head_dim, spec.hidden),
-            qkv_bias=None,
+            qkv=normal(qkv_channels, spec.hidden),
+            qkv_bias=normal(qkv_channels) if spec.qkv_bias else None,
             q_norm=None,
             k_norm=None,
             out=normal(spec.hidden, spec.heads * spec.head_dim),
@@ -76,12 +98,11 @@ def llama_8b(*, fp8: bool) -> Model:
         return fp8_layer(made) if fp8 else made
 
     layers = tuple(layer() for _ in range(spec.num_layers))
-    inverse, factor = frequencies(spec.rope, spec.rotary_dim, DEVICE)
+    inverse, factor = frequencies(spec.rope, spec.rotary_dim, device)
     name = "float8_e4m3fn" if fp8 else ""
-    return Model(
-        spec, normal(spec.vocabulary, spec.hidden), layers, ones, normal(spec.vocabulary, spec.hidden), inverse, factor,
-        False, "random", name,
-    )  # fmt: skip
+    embedding = normal(spec.vocabulary, spec.hidden)
+    head = embedding if spec.tied_embeddings else normal(spec.vocabulary, spec.hidden)
+    return Model(spec, embedding, layers, ones, head, inverse, factor, False, "random", name)
 
 
 class KeptInMemory:
@@ -126,7 +147,8 @@ class PlantedRows(CudaRows):
     k: torch.Tensor
 
     def _keep_values(self, layer: int, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        own[: segment.num_tokens, HEADS : HEADS + KV_HEADS] = self.k[:, segment.start : segment.end].transpose(0, 1)
+        heads = slice(self._model.spec.heads, self._model.spec.heads + self._model.spec.kv_heads)
+        own[: segment.num_tokens, heads] = self.k[:, segment.start : segment.end].transpose(0, 1)
         return super()._keep_values(layer, segment, own)
 
     def _attend(self, layer: int, run: list[Segment], q: torch.Tensor, out: torch.Tensor) -> None:
@@ -194,6 +216,30 @@ def wider(profile: Profile, factor: int) -> Profile:
         for layer in profile.layers
     )
     return replace(profile, layers=layers)
+
+
+def for_shape(profile: Profile, spec: ModelSpec) -> Profile:
+    """The profile for a model of other heads: of each layer the groups whose mean number of keys comes nearest to that
+    of all. Raises ValueError where the model has more KV heads than the profile, or another head size."""
+    if spec.kv_heads > profile.kv_heads or spec.head_dim != profile.head_dim:
+        most = f"at most {profile.kv_heads} of {profile.head_dim}"
+        raise ValueError(f"got {spec.kv_heads} KV heads of {spec.head_dim}, expected {most}")
+
+    def mean_keys(groups: tuple[Group, ...]) -> float:
+        return statistics.mean(group.keys or 0 for group in groups)
+
+    def chosen(layer: tuple[Group, ...]) -> tuple[Group, ...]:
+        wanted = mean_keys(layer)
+        return min(combinations(layer, spec.kv_heads), key=lambda groups: abs(mean_keys(groups) - wanted))
+
+    layers = tuple(chosen(layer) for layer in profile.layers)
+    return replace(profile, kv_heads=spec.kv_heads, group=spec.group, layers=layers)
+
+
+def predicted_s(spec: ModelSpec, tokens: int, *, fp8: bool) -> float:
+    """What `foreword plan` says of one H200."""
+    rates = gpu_rates("float8" if fp8 else "auto")
+    return plan(spec, tokens, sparse=default_settings("cuda"), rates=rates).prefill_s
 
 
 def record(
@@ -343,9 +389,41 @@ def profiled(tokens: int = 131_072) -> None:
     print(trace.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=60))
 
 
+def planned() -> None:
+    """How far `foreword plan` is from TTFTs that its rates were not fitted to."""
+    worst, cells = 0.0, []
+    for shape, config in OTHER_SHAPES.items():
+        for fp8 in (True, False):
+            model = random_model(config, fp8=fp8)
+            for tokens in OTHER_LENGTHS:
+                heads = planted(for_shape(load_profile("llama8b"), model.spec), tokens)
+                prefill(model, tokens, heads)
+                measured = min((prefill(model, tokens, heads) for _ in range(2)), key=lambda run: run.seconds)
+                predicted = predicted_s(model.spec, tokens, fp8=fp8)
+                error = predicted / measured.seconds - 1
+                worst = max(worst, abs(error))
+                cells.append(
+                    {
+                        "shape": shape,
+                        "linears": "fp8" if fp8 else "bf16",
+                        "ttft_s": round(measured.seconds, 3),
+                        "predicted_s": round(predicted, 3),
+                        "error": round(error, 4),
+                        **facts(measured, tokens),
+                    }
+                )
+                print(f"  {cells[-1]}", flush=True)
+                del heads
+                free()
+            del model
+            free()
+    record("plan_error_share", [worst], "share", "lower", cells=cells)
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "short": short,
     "density": density,
+    "plan": planned,
     "profile": profiled,
 }
 
