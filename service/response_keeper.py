@@ -2,21 +2,17 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Any
 
 from anyio import to_thread
 
-from service.auth import Limits, Principal
 from service.background import Held
 from service.dependencies import Services
 from service.errors import NotFound, RateLimited
 from service.limits.gate import RENEW_S
-from service.objects.base import StoredObject
 from service.queue.base import FINAL_STATES, UnknownJob
 from service.response_asking import FIRST_LOOK_S, ask_when_ready, put
-from service.response_records import INTERRUPTED, KEPT_S, question_of, read_chat, standing
+from service.response_records import INTERRUPTED, KEPT_S, asker_of, question_of, read_chat, standing
 from service.waiting import Unready, look
 from service.webhooks import announce
 
@@ -76,18 +72,13 @@ class ResponseKeeper:
         except NotFound:  # its document is deleted
             event = "response.failed"
         announce(self._services.objects, held.stored.tenant, event, held.stored.id)
-        self._services.gate.free(_principal(held.stored), "answers", held.stored.id)
+        self._services.gate.free(asker_of(held.stored), "answers", held.stored.id)
 
     def _hold_slot(self, held: Held) -> None:
         """The slot that the request took is kept by whichever process keeps the response."""
         with contextlib.suppress(RateLimited):  # it had died with a process, and others came first
-            self._services.gate.hold(_principal(held.stored), "answers", held.stored.id, renewed=False)
+            self._services.gate.hold(asker_of(held.stored), "answers", held.stored.id, renewed=False)
 
     @staticmethod
     def _forgotten_at(held: Held) -> float:
         return held.stored.created_at + KEPT_S
-
-
-def _principal(stored: StoredObject) -> Principal:
-    key: Mapping[str, Any] = stored.data["key"]
-    return Principal(stored.tenant, Limits(concurrent_answers=key["answers"]), key["id"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.answers import Question, make_question
+from service.auth import Limits, Principal
 from service.background import Held
 from service.conversation import read_conversation
 from service.dependencies import Services
@@ -37,6 +38,12 @@ class Standing:
     @property
     def ended(self) -> bool:
         return self.status not in ("queued", "in_progress")
+
+
+def asker_of(stored: StoredObject) -> Principal:
+    """Whose slot a background response holds."""
+    key: Mapping[str, Any] = stored.data["key"]
+    return Principal(stored.tenant, Limits(concurrent_answers=key["answers"]), key["id"])
 
 
 def find_response(services: Services, tenant: str, response_id: str) -> StoredObject:

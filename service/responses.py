@@ -23,6 +23,7 @@ from service.payloads import origin_of
 from service.response_asking import FIRST_LOOK_S, ask_when_ready, end_job, put
 from service.response_records import (
     KEPT_S,
+    asker_of,
     find_response,
     question_of,
     read_chat,
@@ -96,6 +97,7 @@ class Responses:
         stored = self.find(tenant, response_id)
         self._services.objects.delete("response", tenant, response_id)
         self._services.queue.scrub(stored.data["job_id"])
+        self._services.gate.free(asker_of(stored), "answers", response_id)
 
     async def _with_handles(self, request: Request, tenant: str, wanted: ResponseRequest) -> ResponseRequest:
         """The same with a handle for each file that is given inline."""

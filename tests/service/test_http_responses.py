@@ -393,6 +393,17 @@ def test_background_answers_count_until_they_end(server: Server) -> None:
     until(lambda: _status(server) == 200)
 
 
+def test_a_deleted_response_counts_no_more(server: Server) -> None:
+    client = server.client("one")
+    until(lambda: _status(server) == 200)
+    server.worker.answer_gate.clear()
+    client.responses.delete(client.responses.create(model="default", input="Q", background=True).id)
+    again = client.responses.create(model="default", input="Q", background=True)
+    assert again.status in ("queued", "in_progress")
+    server.worker.answer_gate.set()
+    ended(client, again.id)
+
+
 def _status(server: Server) -> int:
     headers = {"authorization": "Bearer one"}
     return server.http.post("/v1/responses", json={"model": "default", "input": "Q"}, headers=headers).status_code
