@@ -1,6 +1,7 @@
 """The ways to a Redis: passwords, ACL users, TLS, Sentinel, one slot of a cluster; and what is refused by name."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import redis
 from loadtests.cluster import ROOT
 from loadtests.redis_server import RedisServer, free_port
 from service.documents.redis import RedisDocuments
+from service.limits.redis import RedisLimits
+from service.objects.redis import RedisObjects
 from service.queue.base import Effects, NewJob, QueueUnavailable, RecordChange
 from service.queue.redis_queue import RedisQueue
 from service.queue.redis_store import RedisRefused, RedisStore
@@ -24,8 +27,9 @@ from tests.contracts.documents_contract import ingest
 from tests.service.bench import until
 
 
-def use(store: RedisStore) -> None:
+def use(url: str) -> None:
     """Every kind of command that the service sends."""
+    store = RedisStore(url)
     store.run("beat", "worker-a", "site-a", "{}", "{}")
     queue, documents = RedisQueue(store, site="site-a"), RedisDocuments(store, site="site-a")
     queue.attend("api-1", for_s=60)
@@ -49,6 +53,23 @@ def use(store: RedisStore) -> None:
     assert queue.prune(time.time() + 1000) == 3
     queue.close()
     store.close()
+    with open_client(url, decode_responses=True) as client:
+        keep(client)
+
+
+def keep(client: Any) -> None:
+    """The API's own records and limits."""
+    objects, limits, key = RedisObjects(client), RedisLimits(client), secrets.token_hex(4)
+    objects.create("batch", "t", f"batch_{key}", {"status": "validating"}, due_at=time.time())
+    (claimed,) = objects.claim_due("batch", lease_s=20, limit=1)
+    objects.replace(claimed, {"status": "completed"}, due_at=None)
+    assert [stored.data["status"] for stored in objects.find("batch", "t", limit=1)] == ["completed"]
+    assert objects.count_due("batch") == 0
+    objects.create("delivery", "t", "whd_1", {})
+    objects.delete("delivery", "t", "whd_1")
+    assert limits.take(f"{key}:requests", 1, per_minute=5).left == 4
+    assert limits.hold(f"{key}:answers", "slot", limit=1, ttl_s=60)
+    limits.free(f"{key}:answers", "slot")
 
 
 def refused(url: str, match: str, kind: type[QueueUnavailable] = RedisRefused) -> None:
@@ -63,13 +84,13 @@ def refused(url: str, match: str, kind: type[QueueUnavailable] = RedisRefused) -
 def test_password_and_acl_user(tmp_path: Path) -> None:
     with RedisServer(tmp_path, "--requirepass", "adm/n pw", password="adm/n pw") as server:
         place = f"127.0.0.1:{server.port}/0"
-        use(RedisStore(f"redis://:adm%2Fn%20pw@{place}"))
+        use(f"redis://:adm%2Fn%20pw@{place}")
         refused(f"redis://{place}", "Authentication required")
         refused(f"redis://:wrong@{place}", "WRONGPASS|invalid username-password")
         # The user of docs/distributed.md.
         rules = ("on", ">s3cret", "~{foreword*", "+@all", "-@dangerous", "-@admin", "+info", "resetchannels")
         server.client.execute_command("ACL", "SETUSER", "foreword", *rules)
-        use(RedisStore(f"redis://foreword:s3cret@{place}"))
+        use(f"redis://foreword:s3cret@{place}")
         server.client.execute_command("ACL", "SETUSER", "reader", "on", ">s3cret", "~{foreword*", "+@read", "+evalsha")
         refused(f"redis://reader:s3cret@{place}", "the user needs every command")
 
@@ -92,7 +113,7 @@ def test_tls(tmp_path: Path, certificates: Path) -> None:
     options = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
     options += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
     with RedisServer(tmp_path, *options, port=port, ssl=True, ssl_ca_certs=str(certificate)):
-        use(RedisStore(f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"))
+        use(f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}")
         refused(f"rediss://localhost:{port}/0", "certificate verify failed", QueueUnavailable)
         refused(f"redis://localhost:{port}/0", "can't be reached", QueueUnavailable)
 
@@ -154,9 +175,10 @@ def test_all_keys_are_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
     with RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port())) as server:
         server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         until(lambda: b"cluster_state:ok" in server.client.execute_command("CLUSTER", "INFO"), 30)
-        use(RedisStore(server.url))
-        slots = {server.client.execute_command("CLUSTER", "KEYSLOT", key) for key in server.client.keys("*")}
-        assert len(slots) == 1
+        use(server.url)
+        keys = [key for key in server.client.keys("*") if not key.startswith(b"{foreword:")]  # limits: a slot a key
+        assert any(b"objects" in key for key in keys)
+        assert len({server.client.execute_command("CLUSTER", "KEYSLOT", key) for key in keys}) == 1
 
 
 @pytest.mark.parametrize(
