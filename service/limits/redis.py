@@ -1,4 +1,7 @@
-"""Limits in Redis: a token bucket is a hash, slots are a sorted set. Implements service.limits.base.LimitStore."""
+"""Limits in Redis: a token bucket is a hash, slots are a sorted set. Implements service.limits.base.LimitStore.
+
+Their keys carry the hash tag of all others: whoever talks to one node of a cluster finds them there.
+"""
 
 import time
 from collections.abc import Callable
@@ -62,4 +65,4 @@ class RedisLimits:
             self._client.zrem(self._key("slots", name), slot)
 
     def _key(self, kind: str, name: str) -> str:
-        return f"{{{self._prefix}:{name}}}:{kind}"
+        return f"{{{self._prefix}}}:{kind}:{name}"
