@@ -8,7 +8,6 @@ DESIGN's Decision 10 says: 32 times one dense FlashAttention-3 layer and the bf1
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -255,7 +254,7 @@ def record(
     print(f"{name:34s} {value:9.4g} {unit:8s} {details}", flush=True)
     results.write_entry(
         name, value, unit, better=better, samples=samples, command=command, device=torch.cuda.get_device_name(),
-        commit=os.environ.get("FOREWORD_COMMIT") or results.commit(), **details,
+        commit=results.commit(), **details,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def capped(name: str, store: PinnedStore) -> None:
     total = torch.cuda.mem_get_info(DEVICE)[1]
     planted_bytes = sum(one.nbytes for one in heads)
     free()
-    torch.cuda.set_per_process_memory_fraction((cap + planted_bytes) / total, DEVICE)
+    torch.cuda.set_per_process_memory_fraction((cap + planted_bytes) / total)
     try:
         measured = prefill(model, MILLION, heads, store=store)
         shown = facts(measured, MILLION) | {"peak_gb": round((measured.peak_bytes - planted_bytes) / 1e9, 1)}
@@ -90,7 +90,7 @@ def capped(name: str, store: PinnedStore) -> None:
         )  # fmt: skip
         del heads
         free()
-        torch.cuda.set_per_process_memory_fraction(cap / total, DEVICE)
+        torch.cuda.set_per_process_memory_fraction(cap / total)
         first, steps, tier, peak = answered(model, store)
         record(
             f"decode_1m_{name}_s", steps, "s/token", "lower", command=COMMAND,
@@ -98,7 +98,7 @@ def capped(name: str, store: PinnedStore) -> None:
             peak_gb=round(peak / 1e9, 1),
         )  # fmt: skip
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def answered(model: Model, store: PinnedStore) -> tuple[float, list[float], str, int]:

@@ -6,7 +6,6 @@ compared to the bit; then one GPU and all of them take turns.
 """
 
 import argparse
-import os
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -95,7 +94,7 @@ def measure(arguments: argparse.Namespace, parts: RankParts, ranks: RankGroup, h
         results.write_entry(
             "two_gpu_speedup_1m", statistics.median(speedups), "times", better="higher", samples=speedups,
             command=COMMAND, device=f"2 × {torch.cuda.get_device_name()}",
-            commit=os.environ.get("FOREWORD_COMMIT") or results.commit(), kv_equal_to_the_bit_at_128k=same,
+            commit=results.commit(), kv_equal_to_the_bit_at_128k=same,
             one_gpu_s=[round(seconds, 2) for seconds in runs["one"]],
             two_gpus_s=[round(seconds, 2) for seconds in runs["all"]], **facts(measured, arguments.tokens),
         )  # fmt: skip

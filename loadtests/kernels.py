@@ -5,13 +5,13 @@ CUDA events after warm-up; its spread stands beside it in the results.
 """
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
+from engine.sparse.settings import default_settings
 from kernels import dispatch, selftest
 from kernels.block_lists import BlockLists, lists_from_mask
 from kernels.block_scores import block_scores
@@ -55,7 +55,7 @@ def record(name: str, samples: list[float], unit: str, better: Literal["lower", 
     """Print one figure and put it into the results."""
     value = statistics.median(samples)
     print(f"{name:32s} {value:10.4g} {unit}  [{min(samples):.4g} … {max(samples):.4g}]  {details}", flush=True)
-    commit = os.environ.get("FOREWORD_COMMIT") or results.commit()
+    commit = results.commit()
     device = torch.cuda.get_device_name()
     results.write_entry(
         name, value, unit, better=better, samples=samples, command=COMMAND, device=device, **details, commit=commit
@@ -150,23 +150,30 @@ def sample_offsets(samples: int, row_block: int) -> torch.Tensor:
     return ((torch.arange(samples) * step + head) % row_block).to(torch.int32).to(DEVICE)
 
 
-def selection_share(name: str, tokens: int, *, samples: int, row_block: int, guard_rows: int) -> None:
-    """Scoring + selection + guard against attention over what was selected, a layer of `llama8b`, in 64K-row chunks."""
+def selection_share(name: str, tokens: int) -> None:
+    """Scoring + selection + guard against attention over what was selected, a layer of `llama8b`, in 64K-row chunks.
+
+    As many rows are looked at as the engine looks at where a chunk ends; its guard and witnesses are one draw here.
+    """
     q, k = generate(load_profile("llama8b"), tokens, device=DEVICE)
-    v = torch.randn_like(k)
-    offsets = sample_offsets(samples, row_block)
+    v, settings = torch.randn_like(k), default_settings("cuda")
     generator = torch.Generator().manual_seed(3)
     choosing, attending, counts, recalls = 0.0, 0.0, [], []
     for start in range(0, tokens, 65_536):
         rows = q[start : start + 65_536]
+        end = start + len(rows)
+        samples, row_block = settings.sampled_rows_at(end), settings.row_block_at(end)
+        offsets, guard_rows = sample_offsets(samples, row_block), 2 * settings.guard_rows_at(end)
         segments = len(rows) // SEGMENT
         fresh = torch.randint(SEGMENT, (HEADS, segments, guard_rows), generator=generator, dtype=torch.int32)
         fresh = (fresh + torch.arange(segments, dtype=torch.int32)[:, None] * SEGMENT).flatten(1).to(DEVICE)
         shape = {"row_block": row_block, "key_block": BLOCK, "row_offset": start}
 
-        def choose(rows: torch.Tensor = rows, shape: dict[str, int] = shape) -> BlockLists:
+        def choose(
+            rows: torch.Tensor = rows, shape: dict[str, int] = shape, offsets: torch.Tensor = offsets
+        ) -> BlockLists:
             masses = block_scores(rows, k, offsets, **shape)
-            return select_blocks(masses, target=TARGET, smooth_blocks=SEGMENT // row_block, **shape)
+            return select_blocks(masses, target=TARGET, smooth_blocks=SEGMENT // shape["row_block"], **shape)
 
         lists = choose()
 
@@ -190,7 +197,7 @@ def selection_share(name: str, tokens: int, *, samples: int, row_block: int, gua
         name, [choosing / attending], "share", "lower", tokens=tokens, profile="llama8b",
         choosing_ms=choosing, attention_ms=attending, mean_keys=float(torch.stack(counts).mean()) * BLOCK,
         recall_mean=float(recall.mean()), recall_p5=float(recall.quantile(0.05)), recall_worst=float(recall.min()),
-        sampled_rows=f"{samples} of {row_block}", guard_pairs=guard_rows * HEADS // KV_HEADS,
+        sampled_rows_at_the_end=f"{samples} of {row_block}",
     )  # fmt: skip
 
 
@@ -198,8 +205,8 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "block_sparse": block_sparse,
     "relative_error": relative_error,
     "decode": decode,
-    "selection_128k": lambda: selection_share("selection_share_128k", 131_072, samples=2, row_block=128, guard_rows=8),
-    "selection_1m": lambda: selection_share("selection_share_1m", 1 << 20, samples=1, row_block=256, guard_rows=4),
+    "selection_128k": lambda: selection_share("selection_share_128k", 131_072),
+    "selection_1m": lambda: selection_share("selection_share_1m", 1 << 20),
 }
 
 

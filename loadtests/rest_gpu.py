@@ -14,7 +14,6 @@ the same kind, and prefills the same tokens. `rest_overhead_1m` is (cold TTFT âˆ
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import sysconfig
@@ -317,7 +316,7 @@ def record(found: dict[str, Any], options: argparse.Namespace) -> None:
 
         device = torch.cuda.get_device_name()
     name = label(options.tokens)
-    known = {"commit": os.environ.get("FOREWORD_COMMIT") or commit(), "model": Path(options.model).name}
+    known = {"commit": commit(), "model": Path(options.model).name}
     for figure, key, unit in (("rest_ttft", "to_first_text_s", "s"), ("rest_overhead", "overhead", "share")):
         write_entry(
             f"{figure}_{name}_s" if unit == "s" else f"{figure}_{name}",

@@ -88,7 +88,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with `+changes` where files differ from it; empty outside a checkout."""
+    """FOREWORD_COMMIT where set, else the checkout's (`+changes` where files differ from it), or nothing."""
+    if given := os.environ.get("FOREWORD_COMMIT"):
+        return given
     root = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,6 +1,6 @@
 """TTFT of a document whose KV is stored, by length and by the tier it comes from, beside its cold TTFT.
 
-    python -m loadtests.warm_ttft [--device cpu|cuda] [--lengths 128k 512k 1m] [--tiers cold host device disk]
+    python -m loadtests.warm_ttft [--device cpu|cuda] [--lengths 128k 512k 1m] [--tiers cold host device disk both]
         [--linears auto|float8] [--kv-dtype auto|float8] [--max-disk-gb 40] [--budget-s 290] [--results DIR]
 
 The engine itself over a real store. On CUDA: Llama-3-8B's shape with random weights and planted heads
@@ -12,6 +12,9 @@ cold    a prefill until the last row's logits, KV dropped, then the same with KV
 host    a question of 32 tokens until its first token, KV in (pinned) host memory.
 device  the same, KV still on the device from the question before. Not on a CPU, where that is the host tier.
 disk    the same, nothing in host memory and the page cache dropped; beside it what O_DIRECT reads of the same files.
+both    the same from disk, where the engine computes the first tokens again while the rest is loaded, against loading
+        alone and computing alone. On a CPU, whose disk is far faster than its computing, the reading is slowed down to
+        what computing takes, as a distant tier would be. Without --tiers up to 256K tokens only.
 
 A length whose KV is more than `--max-disk-gb` has its blocks made but not filled: the tiers above the disk are measured
 all the same, on KV whose layers repeat one segment's, and entries say so.
@@ -19,7 +22,6 @@ all the same, on KV whose layers repeat one segment's, and entries say so.
 
 import argparse
 import gc
-import os
 import shutil
 import statistics
 import tempfile
@@ -38,8 +40,9 @@ from numpy.typing import NDArray
 from engine.chain import Segment
 from engine.device import buffer_memory
 from engine.engine import LocalEngine
-from engine.interfaces import AnswerRequest, KVLayout, KVStore, PrefillRequest, SamplingParams
+from engine.interfaces import AnswerRequest, KVLayout, KVReader, KVStore, PrefillRequest, SamplingParams
 from engine.kv_format import KVFormat, kv_format
+from engine.kv_plan import KVPlanner
 from engine.kv_store import DiskLimits, LocalKVStore
 from engine.kv_store.blocks import BlockFolder
 from engine.kv_store.buffers import BufferPool
@@ -48,20 +51,21 @@ from engine.kv_store.group_file import GroupFileReader
 from engine.model import Model, load_model
 from engine.model_folder import resolve_model
 from engine.prefill import LayerMajorPrefill
+from engine.prefill_rows import PrefillRows
 from engine.prefix_kv import available_bytes
-from engine.sparse.settings import default_settings, for_fidelity
+from engine.sparse.settings import SparseSettings, default_settings, for_fidelity
 from engine.threads import keep_freed_memory, release_freed_memory
-from engine.work import MachineRates, PrefillWork
+from engine.work import MachineRates, PrefillWork, gpu_rates
 from kernels import selftest
 from loadtests import results
-from loadtests.engine_gpu import KeptInMemory, PlantedPrefill, free, llama_8b, planted
+from loadtests.engine_gpu import KeptInMemory, PlantedPrefill, PlantedRows, free, llama_8b, planted
 from loadtests.heads import load_profile
 from loadtests.raw_disk import drop_from_page_cache, raw_read_rate
 
 COMMAND = "python -m loadtests.warm_ttft"
 SALT = b"benchmark"
 QUESTION_TOKENS = 32
-TIERS = ("cold", "host", "device", "disk")
+TIERS = ("cold", "host", "device", "disk", "both")
 GB = 1e9
 _SHORT = 262_144  # tokens up to which a cell is measured several times
 _MOST_RAW_BYTES = 12e9  # of raw reading beside a disk cell
@@ -95,9 +99,14 @@ class Bench:
     def kv_bytes(self, tokens: int) -> int:
         return self.layout.num_layers * self.layout.layer_bytes(tokens)
 
-    def engine(self, store: KVStore) -> LocalEngine:
-        """A fresh one: nothing is on the device from before."""
-        return LocalEngine(self.model, lambda ids: "", store, kv=self.kv)
+    @property
+    def rates(self) -> MachineRates:
+        return gpu_rates(self.linears) if self.cuda else MachineRates()
+
+    def engine(self, store: KVStore, planner: KVPlanner | None = None) -> LocalEngine:
+        """A fresh one: nothing is on the device from before. Without `planner` all KV is loaded."""
+        planner = planner or KVPlanner(PrefillWork(self.model.spec, self.rates), self.layout, "load")
+        return PlantedEngine(self.model, lambda ids: "", store, kv=self.kv, rates=self.rates, planner=planner)
 
     @contextmanager
     def store(
@@ -140,7 +149,7 @@ class Bench:
         results.write_entry(
             name, value, unit, better=better, samples=samples, command=COMMAND, summary=self.summary,
             device=torch.cuda.get_device_name() if self.cuda else None,
-            commit=os.environ.get("FOREWORD_COMMIT") or results.commit(), **kept, **details,
+            commit=results.commit(), **kept, **details,
         )  # fmt: skip
         return value
 
@@ -198,6 +207,49 @@ class _SampleReader(GroupFileReader):
         pass
 
 
+class PlantedEngine(LocalEngine):
+    """One that computes with planted heads, where there are any, also beside loading."""
+
+    def _open_rows(self, chain: Sequence[Segment], settings: SparseSettings) -> PrefillRows:
+        if PlantedPrefill.heads is None:
+            return super()._open_rows(chain, settings)
+        rows = PlantedRows(self._model, chain, 0, settings, self._kv)
+        rows.q, rows.k = PlantedPrefill.heads
+        return rows
+
+
+class ThrottledStore:
+    """A store whose readers give no more than `bytes_per_s`, the next layer on its way while one is used."""
+
+    def __init__(self, store: LocalKVStore, bytes_per_s: float) -> None:
+        self._store, self._bytes_per_s = store, bytes_per_s
+        self.layout, self.match = store.layout, store.match
+
+    def open_reader(self, chain: Sequence[Segment]) -> "ThrottledReader":
+        return ThrottledReader(self._store.open_reader(chain), self._bytes_per_s)
+
+
+class ThrottledReader:
+    """A `KVReader`."""
+
+    def __init__(self, reader: KVReader, bytes_per_s: float) -> None:
+        self._reader, self._bytes_per_s = reader, bytes_per_s
+        self._begun = time.perf_counter()  # when the layer that is asked for next began to come
+        self.tier: Literal["host", "disk", "shared"] = reader.tier
+
+    def read_layer(self, layer: int) -> Sequence[memoryview]:
+        asked = time.perf_counter()
+        begun = asked if layer == 0 else self._begun
+        buffers = self._reader.read_layer(layer)
+        arrives = begun + sum(buffer.nbytes for buffer in buffers) / self._bytes_per_s
+        time.sleep(max(0.0, arrives - time.perf_counter()))
+        self._begun = max(arrives, asked)
+        return buffers
+
+    def close(self) -> None:
+        self._reader.close()
+
+
 class Document:
     """One length's measurements."""
 
@@ -207,6 +259,7 @@ class Document:
         self.ids = random.integers(3, bench.model.spec.vocabulary, tokens).astype(np.uint32)
         self.question = random.integers(3, bench.model.spec.vocabulary, QUESTION_TOKENS).astype(np.uint32)
         self.cold_s: float | None = None
+        self.computed_tokens = 0  # of the last answer's prefix
         self._in_host = ExitStack()  # holds the store whose host tier has the whole document
         self._host_store: LocalKVStore | None = None
 
@@ -285,6 +338,39 @@ class Document:
         bench.record(
             f"disk_read_share_{self.name}", shares, "share", "higher", tokens=self.tokens, raw_threads=threads,
             raw_gb_per_s=[round(rate / GB, 2) for rate in raw], kv_gb=round(size / GB, 2),
+        )  # fmt: skip
+
+    def both(self) -> None:
+        self.close()
+        bench = self.bench
+        if not bench.on_disk(self.tokens):
+            raise Skipped(f"{bench.kv_bytes(self.tokens) / GB:.1f} GB of KV are more than --max-disk-gb")
+        PlantedPrefill.heads = planted(load_profile("llama8b"), self.tokens) if bench.cuda else None
+        planner = KVPlanner(PrefillWork(bench.model.spec, bench.rates), bench.layout, "compute")
+        seconds, computed, throttle = dict[str, float](), 0, None
+        try:
+            with bench.store(self.tokens) as opened:
+                self._ready(opened)
+                files, store = bench.files(self.tokens), opened
+                for way in ("compute", "load", "both", "both"):  # the first time both learn, the second time they count
+                    planner.way = way  # type: ignore[assignment]
+                    drop_from_page_cache(files)
+                    engine = bench.engine(store, planner)
+                    seconds[way] = self._ask(opened, engine)
+                    computed = self.computed_tokens
+                    print(f"  {way}: {seconds[way]:.2f} s, {computed} tokens computed", flush=True)
+                    if way == "compute" and not bench.cuda:
+                        throttle = bench.kv_bytes(self.tokens) / seconds[way]
+                        store = ThrottledStore(opened, throttle)  # type: ignore[assignment]
+                    del engine
+        finally:
+            PlantedPrefill.heads = None
+        better = min(seconds["load"], seconds["compute"])
+        bench.record(
+            f"both_over_better_{self.name}", [seconds["both"] / better], "times", "lower", tokens=self.tokens,
+            load_s=round(seconds["load"], 3), compute_s=round(seconds["compute"], 3),
+            both_s=round(seconds["both"], 3), computed_tokens=computed,
+            slowed_to_gb_per_s=None if throttle is None else round(throttle / GB, 4),
         )  # fmt: skip
 
     # --- parts ---
@@ -370,7 +456,7 @@ class Document:
         answer = engine.start_answer(request)
         answer.step()  # its token comes to the host: the device has done its work
         seconds = time.perf_counter() - started
-        found = answer.kv_tier
+        found, self.computed_tokens = answer.kv_tier, answer.computed_tokens
         answer.close()
         if tier is not None and found != tier:
             raise Skipped(f"KV came from {found}, expected {tier}")
@@ -424,7 +510,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", nargs="+", type=parse_length, default=None, help="such as 8k 128k 1m")
-    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=None)
     parser.add_argument("--linears", choices=["auto", "float8"], default=None, help="default: float8 on CUDA")
     parser.add_argument("--kv-dtype", default=None, help="auto, bfloat16, float32 or float8; default: float8 on CUDA")
     parser.add_argument("--max-disk-gb", type=float, default=40.0, help="KV that a length may have on the disk")
@@ -451,7 +537,8 @@ def main() -> None:
             default = ["128k", "512k", "1m"] if cuda else ["4k", "16k"]
             for name, tokens in arguments.lengths or map(parse_length, default):
                 document = Document(bench, name, tokens)
-                for tier in (tier for tier in TIERS if tier in arguments.tiers):
+                wanted = arguments.tiers or (TIERS if tokens <= _SHORT else TIERS[:-1])
+                for tier in (tier for tier in TIERS if tier in wanted):
                     bench.cell(tier, tokens, getattr(document, tier))
                 document.close()
                 shutil.rmtree(folder / str(tokens), ignore_errors=True)

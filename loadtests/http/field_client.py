@@ -61,7 +61,7 @@ def run_aiperf(url: str, key: str | None, folder: Path, *, seed: int) -> dict[st
         command += ["--arrival-pattern", "poisson", "--request-count", str(REQUESTS), "--random-seed", str(seed)]
         command += ["--ui", "none", "--no-gpu-telemetry", "--workers-max", "2"]
         command += ["--request-timeout-seconds", str(TIMEOUT_S), "--output-artifact-dir", str(folder / name), *options]
-        command += ["--api-key", key] if key else []
+        command += [f"--api-key={key}"] if key else []
         figures, fault = _run(command, folder / name, cache)
         result["runs"][name] = figures
         if fault:
