@@ -32,7 +32,9 @@ _HEADER = struct.Struct("<8s32sQqqQ16s")  # magic, key, bytes, layer, generation
 _MAGIC = b"FWRESUM2"
 _NOTES_BYTES = 1 << 20
 _PIECE = 32 << 20
-_PROGRESS = struct.Struct("<q")
+_PROGRESS = struct.Struct("<qH")  # layers computed, size of the owner's name, which follows
+_LAYERS = struct.Struct("<q")
+_OWNER_BYTES = 1024
 # As long as the KV store keeps what an unfinished writer left: one is of no use without the other.
 IDLE_TTL_S = 6 * 3600.0
 
@@ -64,20 +66,34 @@ class ResumeFolder:
             log.warning("old resume points not removed: %s", error)
         return freed
 
+    def unfinished(self) -> set[str]:
+        """Owners whose work nobody is at."""
+        return {owner for file in self._folder.glob("*.resume") if (owner := _idle_owner(file)) is not None}
+
+    def discard(self, owner: str) -> int:
+        """Remove what `owner` left, unless it is at work. Returns the bytes freed."""
+        try:
+            return _remove_idle(self._path(owner))
+        except FileNotFoundError:
+            return 0
+
     def open(self, owner: str, *, key: str, hidden_bytes: int) -> "ResumeFile | None":
         """The owner's file for the work `key` (the last segment's), or None where it may not or can't be had."""
         size = _file_bytes(hidden_bytes)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self.sweep()
-            path = self._folder / f"{blake3(owner.encode()).hexdigest()[:32]}.resume"
+            path = self._path(owner)
             if not self._make_room(size, keep=path):
                 log.warning("no resume points: they need %d bytes, the cap is %d", size, self._cap)
                 return None
-            return ResumeFile(path, key=key, hidden_bytes=hidden_bytes)
+            return ResumeFile(path, owner=owner, key=key, hidden_bytes=hidden_bytes)
         except OSError as error:
             log.warning("no resume points: %s", error)
             return None
+
+    def _path(self, owner: str) -> Path:
+        return self._folder / f"{blake3(owner.encode()).hexdigest()[:32]}.resume"
 
     def _make_room(self, size: int, *, keep: Path) -> bool:
         """Remove files that no running prefill holds, the oldest first, until `size` fits under the cap."""
@@ -93,12 +109,12 @@ class ResumeFolder:
 class ResumeFile:
     """One owner's two slots. Opening takes a lock that ends with the process."""
 
-    def __init__(self, path: Path, *, key: str, hidden_bytes: int) -> None:
+    def __init__(self, path: Path, *, owner: str, key: str, hidden_bytes: int) -> None:
         descriptor = _lock(path, create=True)
         if descriptor is None:
             raise BlockingIOError(f"{path} is held by another process")
         self._path, self._file = path, descriptor
-        self._key, self._bytes = bytes.fromhex(key), hidden_bytes
+        self._owner, self._key, self._bytes = owner.encode()[:_OWNER_BYTES], bytes.fromhex(key), hidden_bytes
         try:
             self._prepare()
         except OSError:
@@ -113,16 +129,17 @@ class ResumeFile:
             self._generation = 0
         # Its full length from the start, so that the cap counts what is still to be written.
         os.ftruncate(self._file, _file_bytes(self._bytes))
+        os.pwrite(self._file, _PROGRESS.pack(self.layers_computed, len(self._owner)) + self._owner, 0)
 
     @property
     def layers_computed(self) -> int:
         """Layers that an earlier attempt at this work had computed, whether or not it could keep them."""
-        raw = os.pread(self._file, _PROGRESS.size, 0)
-        return int(_PROGRESS.unpack(raw)[0]) if len(raw) == _PROGRESS.size else 0
+        raw = os.pread(self._file, _LAYERS.size, 0)
+        return int(_LAYERS.unpack(raw)[0]) if len(raw) == _LAYERS.size else 0
 
     def note_progress(self, layers: int) -> None:
         try:
-            os.pwrite(self._file, _PROGRESS.pack(layers), 0)
+            os.pwrite(self._file, _LAYERS.pack(layers), 0)
         except OSError as error:
             log.warning("resume progress not written: %s", error)
 
@@ -224,6 +241,24 @@ def _write_all(file: int, data: Bytes, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
+
+
+def _idle_owner(path: Path) -> str | None:
+    """Whose file it is; None where somebody holds it, or it is gone or not yet written to."""
+    try:
+        held = _lock(path)
+    except OSError:
+        return None
+    if held is None:
+        return None
+    try:
+        page = os.pread(held, _PROGRESS.size + _OWNER_BYTES, 0)
+    finally:
+        os.close(held)
+    if len(page) < _PROGRESS.size:
+        return None
+    size = int(_PROGRESS.unpack_from(page)[1])
+    return page[_PROGRESS.size : _PROGRESS.size + size].decode(errors="replace") or None
 
 
 def _remove_idle(path: Path) -> int:

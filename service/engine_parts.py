@@ -21,7 +21,7 @@ from engine.resume import ResumeFolder
 from engine.sparse.settings import chosen_settings
 from engine.spec import load_spec
 from service.backend import KVReport
-from service.housekeeping import KVChores
+from service.housekeeping import KVChores, Unfinished
 from service.metrics import Metrics
 from service.metrics_kv import TimedKVStore
 from service.served_model import ServedModel
@@ -44,7 +44,7 @@ class EngineParts:
     kv_report: KVReport
     device: str = "cpu"
     prefill_bytes: Callable[[int], int] = lambda num_tokens: 0  # memory that a prefill of so many tokens holds
-    sweep_resume: Callable[[], int] = lambda: 0  # forgets resume points that nobody came back to; bytes freed
+    resume: Unfinished | None = None  # the points from which interrupted prefills go on
 
 
 class StoreReport:
@@ -145,5 +145,5 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         StoreReport(store),
         engine.device,
         prefill_bytes,
-        ResumeFolder(resume_dir, cap_bytes=settings.resume_bytes).sweep,
+        ResumeFolder(resume_dir, cap_bytes=settings.resume_bytes),
     )

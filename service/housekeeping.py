@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,12 +19,22 @@ SLOW_TICKS = 5  # chores that needn't be done each second
 JOBS_KEPT_S = 24 * 3600.0
 
 
-class KVChores(KeepsPolicies, Protocol):
+class Unfinished(Protocol):
+    """What interrupted work left to go on from: of the KV store, and engine.resume.ResumeFolder's points."""
+
+    def unfinished(self) -> set[str]:
+        """Jobs that left something and that nobody is at."""
+        ...
+
+    def discard(self, owner: str) -> int: ...
+
+    def sweep(self) -> int: ...
+
+
+class KVChores(KeepsPolicies, Unfinished, Protocol):
     """engine.kv_store.KVCatalog."""
 
     def release(self, holder: str) -> int: ...
-
-    def sweep(self) -> int: ...
 
 
 class Housekeeper:
@@ -36,13 +45,13 @@ class Housekeeper:
         context: StageContext,
         documents: CollectedDocuments,
         kv: KVChores,
-        sweep_resume: Callable[[], int] = lambda: 0,
+        resume: Unfinished | None = None,
     ) -> None:
         self._files_dir = context.settings.files_dir
         self._queue = context.queue
         self._documents = documents
         self._kv = kv
-        self._sweep_resume = sweep_resume
+        self._unfinished: list[Unfinished] = [kv] if resume is None else [kv, resume]
         self._metrics = context.metrics
         self._clock = context.clock
         self._ticks = 0
@@ -53,8 +62,7 @@ class Housekeeper:
         if self._ticks % SLOW_TICKS == 0:
             self.expire()
             self._documents.collect(self._remove)
-            self._kv.sweep()
-            self._sweep_resume()
+            self.forget_unfinished()
             self._queue.prune(self._clock() - JOBS_KEPT_S)
 
     def expire(self) -> None:
@@ -65,6 +73,20 @@ class Housekeeper:
             except UnknownRecord:
                 continue  # its owner was faster
             log.info("file %s expired", file.id)
+
+    def forget_unfinished(self) -> None:
+        """What was left to go on from goes once its job is over: the document may be deleted."""
+        for kept in self._unfinished:
+            for owner in kept.unfinished():
+                if self._is_over(owner):
+                    kept.discard(owner)
+            kept.sweep()
+
+    def _is_over(self, job_id: str) -> bool:
+        try:
+            return self._queue.get(job_id).state in FINAL_STATES
+        except UnknownJob:
+            return True
 
     def sweep_orphans(self) -> int:
         """Remove folders of ingests that never came to a document. Returns how many."""

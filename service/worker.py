@@ -83,7 +83,7 @@ def run_worker(settings: Settings, open_parts: Callable[[Settings, Metrics], Eng
         )
         report_gpus = gpu_reporter(metrics)
         stack.callback(metrics.flush)
-        housekeeper = Housekeeper(context, backend.documents, parts.kv, parts.sweep_resume)
+        housekeeper = Housekeeper(context, backend.documents, parts.kv, parts.resume)
         try:
             housekeeper.sweep_orphans()
         except QueueUnavailable as error:

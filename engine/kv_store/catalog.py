@@ -174,6 +174,12 @@ class KVCatalog:
             removable = self.space.removable(db, [copy.id for copy in copies])
         return self.space.remove(removable)
 
+    def unfinished(self) -> set[str]:
+        """Owners whose suspended or dead writers left something for a resume."""
+        with self.index.transaction() as db:
+            self.index.reap_dead_sessions(db)
+            return {str(owner) for (owner,) in db.execute(f"SELECT DISTINCT owner FROM copies WHERE {ORPHAN}")}
+
     def discard(self, owner: str) -> int:
         """Remove what a suspended or dead writer of `owner` left for a resume. Returns the bytes freed."""
         with self.index.transaction() as db:

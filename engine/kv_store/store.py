@@ -157,6 +157,9 @@ class LocalKVStore:
     def holders_of(self, keys: Sequence[str]) -> list[tuple[str, float | None, bool]]:
         return self.catalog.holders_of(keys)
 
+    def unfinished(self) -> set[str]:
+        return self.catalog.unfinished()
+
     def discard(self, owner: str) -> int:
         return self.catalog.discard(owner)
 

@@ -140,6 +140,9 @@ class TieredKVStore:
 
     # --- chores ---
 
+    def unfinished(self) -> set[str]:
+        return self.local.unfinished()
+
     def discard(self, owner: str) -> int:
         return self.local.discard(owner)
 

@@ -80,6 +80,7 @@ def test_discard_drops_the_work_of_a_suspended_owner(make_store: MakeStore, cata
         writer = store.open_writer(LINKS, first=0, owner=owner)
         write_layers(writer, LINKS, range(2))
         writer.suspend()
+    assert catalog.unfinished() == {"job", "other"}
     assert catalog.discard("job") == 2 * group_file_bytes(LAYOUT, 4096, 0)
     assert catalog.discard("job") == 0
     assert store.open_writer(LINKS, first=0, owner="other").groups_done() == 1

@@ -65,6 +65,9 @@ class FakeKV:
         self.released.append(holder)
         return 0
 
+    def unfinished(self) -> set[str]:
+        return set()
+
     def discard(self, owner: str) -> int:
         self.discarded.append(owner)
         return 0

@@ -284,12 +284,29 @@ def test_old_resume_points_are_swept_while_nothing_is_prefilled(bench: Bench) ->
     for file in (old, fresh):
         file.write_bytes(b"x" * 100)
     resume = ResumeFolder(folder, cap_bytes=1 << 20, idle_ttl_s=3600)
-    keeper = Housekeeper(bench.context, bench.documents, bench.kv, resume.sweep)
+    keeper = Housekeeper(bench.context, bench.documents, bench.kv, resume)
     os.utime(old, (time.time() - 7200,) * 2)
     for _ in range(SLOW_TICKS):
         assert old.exists()
         keeper.tick()
     assert (old.exists(), fresh.exists()) == (False, True)
+
+
+def test_what_a_killed_prefill_left_goes_with_its_job(bench: Bench) -> None:
+    resume = ResumeFolder(bench.settings.data_dir / "resume", cap_bytes=1 << 30)
+    cancelled, waiting = (bench.queue.put(NewJob("prefill", "t", {})).id for _ in range(2))
+    for owner in (cancelled, waiting, "of a queue that is gone"):
+        file = resume.open(owner, key="ab" * 32, hidden_bytes=100)
+        assert file is not None
+        file.close()  # as by a kill
+    at_work = resume.open("at work", key="ab" * 32, hidden_bytes=100)
+    bench.queue.cancel(cancelled)
+    keeper = Housekeeper(bench.context, bench.documents, bench.kv, resume)
+    keeper.forget_unfinished()
+    assert resume.unfinished() == {waiting}
+    assert at_work is not None
+    at_work.close()
+    assert resume.unfinished() == {waiting, "at work"}
 
 
 def test_missing_upload_is_an_error_not_a_crash(bench: Bench) -> None:
