@@ -7,8 +7,14 @@ is looked for and tried once; without it the `cpu` paths declare themselves unsu
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 
 _OP = "_scaled_dot_product_flash_attention_for_cpu"
+# From this many rows and keys on PyTorch multiplies 16-bit tiles by kernels that it compiles for each pair of sizes and
+# thread, about 100 KB, and keeps for ever: documents and questions of all lengths would grow a process without end. So
+# both are padded to this granule.
+_GRANULE = 64
+_COMPILED = (torch.bfloat16, torch.float16)
 
 
 @cache
@@ -49,8 +55,43 @@ def flash_batch(
 
     `causal` aligns the first row with the first key. `mask` [batch, heads, rows, keys] is added to the scores; with one
     the operation is 1.2–1.8 times slower than an unmasked past and a causal diagonal, merged by their log-sum-exps
-    (`merge`).
+    (`merge`). A causal call has as many rows as keys.
     """
+    rows, keys = q.shape[2], k.shape[2]
+    if q.dtype not in _COMPILED or min(rows, keys) < _GRANULE:
+        return _fused(q, k, v, scale=scale, causal=causal, mask=mask)
+    spare_rows, spare_keys = -rows % _GRANULE, -keys % _GRANULE
+    if spare_rows:
+        q = pad(q, (0, 0, 0, spare_rows))
+    if mask is not None:
+        mask = pad(pad(mask, (0, spare_keys), value=-torch.inf), (0, 0, 0, spare_rows))  # padded rows see something
+    if spare_keys and not causal and mask is None:
+        whole = keys - keys % _GRANULE
+        out, lse = _fused(q, k[:, :, :whole], v[:, :, :whole], scale=scale)
+        rest_mask = torch.zeros(_GRANULE, dtype=q.dtype)
+        rest_mask[keys - whole :] = -torch.inf
+        rest_k, rest_v = (pad(x[:, :, whole:], (0, 0, 0, spare_keys)) for x in (k, v))
+        rest, rest_lse = _fused(
+            q, rest_k, rest_v, scale=scale, mask=rest_mask.expand(*q.shape[:2], q.shape[2], _GRANULE)
+        )
+        merged, lse = merge(out, lse, rest, rest_lse)
+        return merged[:, :, :rows].to(q.dtype), lse[:, :, :rows]
+    if spare_keys:
+        # Behind the causal diagonal, or masked: no real row sees them.
+        k, v = (pad(x, (0, 0, 0, spare_keys)) for x in (k, v))
+    out, lse = _fused(q, k, v, scale=scale, causal=causal, mask=mask)
+    return out[:, :, :rows], lse[:, :, :rows]
+
+
+def _fused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = getattr(torch.ops.aten, _OP)(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 

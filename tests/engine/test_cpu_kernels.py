@@ -1,6 +1,7 @@
 """What the CPU paths have of their own: the fused attention's probe, key splits, overflow, threads."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,34 @@ def test_full_attention_equals_the_reference(rows: int, keys: int) -> None:
         expected = full_attention(q.double(), k.double(), v.double())
     torch.testing.assert_close(got[0], expected[0].float(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(64, 64), (64, 65), (65, 128), (100, 1000), (191, 577), (300, 300)])
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+def test_sixteen_bit_tiles_come_in_few_sizes(rows: int, keys: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or PyTorch would compile, and keep, a product for each pair."""
+    sizes: list[tuple[int, int]] = []
+    fused = flash_cpu._fused
+
+    def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append((q.shape[2], k.shape[2]))
+        return fused(q, k, v, **options)
+
+    monkeypatch.setattr(flash_cpu, "_fused", seen)
+    keys = rows if kind == "causal" else keys
+    q, k, v = (normal(2, 3, size, 64, seed=size).bfloat16() for size in (rows, keys, keys))
+    mask = torch.zeros(2, 3, rows, keys, dtype=q.dtype)
+    if kind == "masked":
+        mask.masked_fill_(normal(2, 3, rows, keys) > 0.5, -torch.inf)
+    elif kind == "causal":
+        mask.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu(1), -torch.inf)
+    out, lse = flash_cpu.flash_batch(
+        q, k, v, scale=0.125, causal=kind == "causal", mask=mask if kind == "masked" else None
+    )
+    assert all(size % 64 == 0 for pair in sizes for size in pair)
+    scores = q.double() @ k.double().transpose(2, 3) * 0.125 + mask.double()
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-2, rtol=0)
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("spike", [0.0, 40.0])
