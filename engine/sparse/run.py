@@ -67,11 +67,15 @@ def draw_rows(
     choice = np.arange(samples) * stride + ((shift[:, None] + head * stride // heads) % stride)[..., None]
     strata, width = np.arange(count) * rows // count, max(rows // count, 1)
     guard = strata + np.stack([generator.integers(width, size=(heads, 2, count)) for generator in random])
-    for _ in range(samples):
-        taken = (guard[..., None] % block == choice[:, :, None, None, :]).any(-1)
+    chosen = np.zeros((layers, heads, block), dtype=bool)
+    np.put_along_axis(chosen, choice, True, axis=2)
+    while True:
+        taken = np.take_along_axis(chosen, (guard % block).reshape(layers, heads, -1), axis=2).reshape(guard.shape)
+        if not taken.any() or samples == block:
+            break
         guard = np.where(taken, (guard + 1) % rows, guard)
     # In row order, so that neighbours share what they can't see. Witnesses are told from guards by their place.
-    return choice.reshape(layers, heads, samples).astype(np.int32), guard.astype(np.int32)
+    return choice.astype(np.int32), guard.astype(np.int32)
 
 
 class RunReport:

@@ -107,8 +107,9 @@ def test_guard_rows_never_choose() -> None:
 def test_fewer_rows_are_sampled_the_longer_the_past() -> None:
     settings = default_settings("cuda")
     ends = (4096, 131_072, 131_073, 262_144, 262_145, 1 << 20, (1 << 20) + 1, 1 << 22)
-    assert [settings.sampled_rows_at(end) for end in ends] == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert [settings.sampled_rows_at(end) for end in ends] == [16, 4, 2, 2, 1, 1, 1, 1]
     assert [settings.row_block_at(end) for end in ends] == [128, 128, 128, 128, 256, 256, 512, 512]
+    assert [settings.guard_rows_at(end) for end in ends] == [32, 8, 4, 4, 4, 4, 4, 4]
     assert SparseSettings().sampled_rows_at(1 << 20) == SparseSettings().sampled_rows
 
 
