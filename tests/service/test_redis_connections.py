@@ -177,7 +177,7 @@ def test_all_keys_are_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
         until(lambda: b"cluster_state:ok" in server.client.execute_command("CLUSTER", "INFO"), 30)
         use(server.url)
         keys = server.client.keys("*")
-        assert all(any(kind in key for key in keys) for kind in (b":objects:", b":bucket:", b":job:"))
+        assert all(any(kind in key for key in keys) for kind in (b":objects:", b":bucket:", b":worker"))
         assert len({server.client.execute_command("CLUSTER", "KEYSLOT", key) for key in keys}) == 1
 
 
