@@ -133,7 +133,7 @@ def _keepers(services: Services) -> dict[ObjectKind, Keeper]:
         "response": Keeper(ResponseKeeper(services), most=64),
         "delivery": Keeper(DeliveryKeeper(services, services.sender), most=32),
         "watch": Keeper(FileWatch(services), most=32),
-        "batch": Keeper(BatchKeeper(services), most=4),
+        "batch": Keeper(BatchKeeper(services), most=16),
         "upload": Keeper(PartUploads(services).keeper, most=4),
         "idempotency": Keeper(Held.delete, most=16),
     }

@@ -87,6 +87,7 @@ class Background:
         self._gate = gate
         self._keepers: Mapping[ObjectKind, Keeper] = {}
         self._tasks: dict[asyncio.Task[None], ObjectKind] = {}
+        self._started: set[asyncio.Task[None]] = set()  # those of them that this process's requests began
         self._wake = asyncio.Event()
 
     @asynccontextmanager
@@ -105,8 +106,11 @@ class Background:
         self._wake.set()
 
     def start(self, stored: StoredObject) -> None:
-        """Keep an object that this process has just made; its `due_at` is the lease."""
-        self._spawn(stored, self._keepers[stored.kind])
+        """Keep an object that this process has just made; its `due_at` is the lease.
+
+        It takes no room of what is due: a hundred responses that wait for a document hold up nobody's that has ended.
+        """
+        self._started.add(self._spawn(stored, self._keepers[stored.kind]))
 
     async def _run(self) -> None:
         renewed_at = time.monotonic()
@@ -127,18 +131,20 @@ class Background:
             self._wake.clear()
 
     async def _claim(self, kind: ObjectKind, keeper: Keeper) -> None:
-        room = keeper.most - sum(running == kind for running in self._tasks.values())
+        room = keeper.most - sum(of == kind for task, of in self._tasks.items() if task not in self._started)
         if room > 0:
             claim = lambda: self._objects.claim_due(kind, lease_s=LEASE_S, limit=room)  # noqa: E731
             for stored in await to_thread.run_sync(claim):
                 self._spawn(stored, keeper)
 
-    def _spawn(self, stored: StoredObject, keeper: Keeper) -> None:
+    def _spawn(self, stored: StoredObject, keeper: Keeper) -> "asyncio.Task[None]":
         task = asyncio.create_task(self._keep(keeper, Held(self._objects, stored)))
         self._tasks[task] = stored.kind
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._started.discard(task)
         if self._tasks.pop(task) in ("delivery", "watch"):
             self.nudge()
 

@@ -1,8 +1,10 @@
 """What becomes of a batch: its lines are checked, asked a few at a time, and their rows put into two files."""
 
 import asyncio
+import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from service.objects.base import Json, ObjectChanged
 from service.webhooks import announce
 
 MOST_LINES = 8  # asked at once
+MOST_A_TENANT = 2  # batches at once, in one process: others' must not wait for a tenant that has many
 KEPT_S = 30 * 24 * 3600.0
 OUTPUT_PURPOSE = "batch_output"
 _ENDS = ("completed", "expired", "cancelled")
@@ -28,13 +31,25 @@ _ENDS = ("completed", "expired", "cancelled")
 class BatchKeeper:
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._running: Counter[str] = Counter()  # by tenant
 
     async def __call__(self, held: Held) -> None:
+        tenant = held.stored.tenant
         if held.data["status"] in ("failed", *_ENDS):
             await held.delete()
             return
-        async with held.renewed():
-            await _Run(self._services, held).run()
+        is_over = held.data["status"] == "cancelling" or held.data["expires_at"] <= time.time()
+        if self._running[tenant] >= MOST_A_TENANT and not is_over:
+            await held.put_off(random.uniform(1.0, 3.0))
+            return
+        self._running[tenant] += 1
+        try:
+            async with held.renewed():
+                await _Run(self._services, held).run()
+        finally:
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
         self._services.background.nudge()
 
 

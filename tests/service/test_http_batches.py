@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from service import batch_lines, batches
+from service import batch_keeper, batch_lines, batches
 from service.auth import Key, KeyRing
 from service.batch_rows import RowStore
 from service.queue.base import FINAL_STATES
@@ -24,7 +24,9 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    keys = KeyRing([Key(sha256=hashlib.sha256(name.encode()).hexdigest(), tenant=name) for name in ("ann", "bob")])
+    keys = KeyRing(
+        [Key(sha256=hashlib.sha256(name.encode()).hexdigest(), tenant=name) for name in ("ann", "bob", "eve")]
+    )
     with serving(tmp_path_factory.mktemp("batches"), keys=keys, webhook_allow_private=True) as server:
         yield server
 
@@ -187,6 +189,23 @@ def test_a_batch_expires(client: OpenAI, server: Server, monkeypatch: pytest.Mon
     batch = ended(client, begin(client, [chat("a"), chat("b")]).id)
     assert (batch.status, batch.expired_at is not None) == ("expired", True)
     assert {row["error"]["code"] for row in rows(client, batch.error_file_id).values()} == {"batch_expired"}
+
+
+def test_a_tenant_with_many_batches_holds_up_nobodys(client: OpenAI, server: Server) -> None:
+    eve = server.client("eve")
+    server.worker.answer_gate.clear()
+    many = [begin(client, [chat("a")]).id for _ in range(batch_keeper.MOST_A_TENANT + 1)]
+
+    def under_way() -> int:
+        return sum(client.batches.retrieve(name).status == "in_progress" for name in many)
+
+    until(lambda: under_way() == batch_keeper.MOST_A_TENANT)
+    other = begin(eve, [chat("b")]).id
+    until(lambda: eve.batches.retrieve(other).status == "in_progress")
+    assert under_way() == batch_keeper.MOST_A_TENANT
+    server.worker.answer_gate.set()
+    assert {ended(client, name).status for name in many} == {"completed"}
+    assert ended(eve, other).status == "completed"
 
 
 def test_a_batch_whose_questions_are_gone_fails_and_leaves_nothing(client: OpenAI, server: Server) -> None:
