@@ -195,7 +195,11 @@ function listenForFiles() {
   addEventListener("drop", async (event) => {
     event.preventDefault();
     over((depth = 0));
-    take(await dropped(event.dataTransfer));
+    const files = await dropped(event.dataTransfer).catch(() => null);
+    if (files) return take(files);
+    const row = new UploadRow("What was dropped", 0);
+    find("uploads").append(row.root);
+    row.failed({ code: "unreadable_drop" });
   });
 }
 

@@ -87,10 +87,14 @@ export class Reader {
   async #continue() {
     const { id, query } = this.next;
     const turn = this.#turn;
-    const found = await patiently(() => get(`/v1/documents/${encodeURIComponent(id)}/passage?${query}`));
-    if (turn !== this.#turn) return;
-    this.text.append(lines(found, false));
-    this.#follow(id, found);
+    try {
+      const found = await patiently(() => get(`/v1/documents/${encodeURIComponent(id)}/passage?${query}`));
+      if (turn !== this.#turn) return;
+      this.text.append(lines(found, false));
+      this.#follow(id, found);
+    } catch (error) {
+      if (turn === this.#turn) this.text.append(notice(error));
+    }
   }
 }
 

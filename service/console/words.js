@@ -35,6 +35,7 @@ const NEXT = {
   tokenizer_changed: ["The server now runs another model than the one that read this document.", "Drop the document again."],
   too_many_entries: ["The archive holds too many files.", "Pack only those that should be read."],
   too_many_parts: ["These are too many files at once.", "Pack them as one zip and drop that."],
+  unreadable_drop: ["The browser could not read what was dropped.", "Drop it again, or choose it with the buttons above."],
   unsupported_format: ["This kind of file can't be read.", "PDF, office documents, mail, HTML, text, source code and archives of them can."],
   unsupported_media_type: ["The server did not understand what was sent.", AGAIN],
 };

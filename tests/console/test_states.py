@@ -76,6 +76,23 @@ def test_too_large_and_unreadable_files_say_what_to_do(server: Server, open_page
     accessible(page)
 
 
+UNREADABLE_DROP = """() => {
+    const gone = { readEntries: (resolve, reject) => reject(new DOMException("gone", "NotFoundError")) };
+    const folder = { isDirectory: true, isFile: false, createReader: () => gone };
+    const event = new Event("drop", { cancelable: true });
+    event.dataTransfer = { items: [{ webkitGetAsEntry: () => folder }], files: [] };
+    dispatchEvent(event);
+}"""
+
+
+def test_what_the_browser_cannot_read_is_said(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    page.evaluate(UNREADABLE_DROP)
+    expect(page.locator("#uploads")).to_contain_text("could not read what was dropped")
+    page.get_by_role("button", name="Dismiss").click()
+    expect(page.locator("#uploads li")).to_have_count(0)
+
+
 def test_a_server_that_knows_a_smaller_limit_is_believed(server: Server, open_page: OpenPage) -> None:
     page = open_page(server.url)
     page.route(
