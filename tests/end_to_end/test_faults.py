@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -76,26 +77,31 @@ def test_empty_upload_and_unknown_file(server: Server) -> None:
     assert unknown.value.status_code == 404
 
 
-def test_document_longer_than_allowed_says_both_numbers(tmp_path: Path) -> None:
-    with running(tmp_path / "data", max_document_tokens=2000) as server:
-        file_id = server.client().files.create(file=("long.py", library_text(20_000).encode()), purpose="user_data").id
-        error = server.wait_for(file_id)["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert "2000" in error["message"].replace(",", "")
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Documents of 7,000 tokens are allowed, KV of about 1,300 fits."""
+    with running(tmp_path_factory.mktemp("narrow") / "data", max_document_tokens=7000, kv_disk_bytes=60_000_000) as it:
+        yield it
 
 
-def test_kv_that_cannot_fit_is_refused_and_the_worker_lives(tmp_path: Path) -> None:
-    with running(tmp_path / "data", kv_disk_bytes=60_000_000) as server:
-        client = server.client()
-        text, _ = with_needles(library_text(16_000))
-        file_id = client.files.create(file=("big.py", text.encode()), purpose="user_data").id
-        error = server.wait_for(file_id)["error"]
-        assert error["code"] == "storage_full"
-        assert any(character.isdigit() for character in error["message"])
-        small, needles = with_needles(library_text(2_000), 1)
-        key, number = next(iter(needles.items()))
-        answer, _ = stream(client, [file_part(upload(client, "small.py", small)), text_part(question(key))])
-        assert number in answer
+def test_document_longer_than_allowed_says_both_numbers(narrow: Server) -> None:
+    file_id = narrow.client().files.create(file=("long.py", library_text(40_000).encode()), purpose="user_data").id
+    error = narrow.wait_for(file_id)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "7000" in error["message"].replace(",", "")
+
+
+def test_kv_that_cannot_fit_is_refused_and_the_worker_lives(narrow: Server) -> None:
+    client = narrow.client()
+    text, _ = with_needles(library_text(16_000))
+    file_id = client.files.create(file=("big.py", text.encode()), purpose="user_data").id
+    error = narrow.wait_for(file_id)["error"]
+    assert error["code"] == "storage_full"
+    assert any(character.isdigit() for character in error["message"])
+    small, needles = with_needles(library_text(2_000), 1)
+    key, number = next(iter(needles.items()))
+    answer, _ = stream(client, [file_part(upload(client, "small.py", small)), text_part(question(key))])
+    assert number in answer
 
 
 def test_corrupted_kv_is_recomputed_and_counted(tmp_path: Path) -> None:

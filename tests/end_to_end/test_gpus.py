@@ -16,7 +16,7 @@ def tiny_model(folder: Path) -> Path:
     """Random weights, a token a byte, a chat template."""
     from transformers import LlamaConfig
 
-    save_model(folder, LlamaConfig(**SHAPE | {"vocab_size": 320}, tie_word_embeddings=True))
+    save_model(folder, LlamaConfig(**SHAPE | {"vocab_size": 320, "num_attention_heads": 2}, tie_word_embeddings=True))
     config = (folder / "config.json").read_text()
     save_folder(folder, "chatml")
     (folder / "config.json").write_text(config)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tiny_models import OpenEngine, prefill_request, random_tokens, run, stored_kv
+from tiny_models import SHAPE, OpenEngine, prefill_request, random_tokens, run, save_model, stored_kv
 
 from engine.chain import SEGMENT_TOKENS
 from engine.interfaces import PrefillResult
@@ -22,6 +22,16 @@ TOKENS = random_tokens(2 * SEGMENT_TOKENS + 777)
 END_OF_FULL = 2 * SEGMENT_TOKENS
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two heads for each of two heads of keys, as few as show every decision."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("grouped")
+    save_model(folder, LlamaConfig(**SHAPE | {"num_attention_heads": 4}, tie_word_embeddings=True))
+    return folder
+
+
 @dataclass(frozen=True)
 class Reference:
     """One policy's prefill of TOKENS in one go."""
@@ -32,14 +42,14 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=POLICIES)
-def reference(request: pytest.FixtureRequest, llama_folder: Path, module_engine_on: OpenEngine) -> Reference:
-    engine = module_engine_on(llama_folder, request.param, sparse=SETTINGS[request.param])
+def reference(request: pytest.FixtureRequest, folder: Path, module_engine_on: OpenEngine) -> Reference:
+    engine = module_engine_on(folder, request.param, sparse=SETTINGS[request.param])
     result = run(engine.start_prefill(prefill_request(TOKENS))).result
     return Reference(request.param, result, stored_kv(engine, TOKENS))
 
 
-def test_kv_does_not_depend_on_what_follows(reference: Reference, llama_folder: Path, engine_on: OpenEngine) -> None:
-    engine = engine_on(llama_folder, sparse=SETTINGS[reference.policy])
+def test_kv_does_not_depend_on_what_follows(reference: Reference, folder: Path, engine_on: OpenEngine) -> None:
+    engine = engine_on(folder, sparse=SETTINGS[reference.policy])
     run(engine.start_prefill(prefill_request(TOKENS[:END_OF_FULL])))
     kv = stored_kv(engine, TOKENS[:END_OF_FULL])
     assert kv == [segments[:2] for segments in reference.kv]
@@ -57,24 +67,24 @@ def test_kv_does_not_depend_on_what_follows(reference: Reference, llama_folder: 
 
 
 def test_kv_does_not_depend_on_the_steps(
-    reference: Reference, llama_folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_on(llama_folder, sparse=SETTINGS[reference.policy])
+    engine = engine_on(folder, sparse=SETTINGS[reference.policy])
     monkeypatch.setattr("engine.prefill.STEP_S", 0.0)
     assert _count_steps(engine.start_prefill(prefill_request(TOKENS[: SEGMENT_TOKENS * 2]))) > 20
     assert stored_kv(engine, TOKENS[:END_OF_FULL]) == [segments[:2] for segments in reference.kv]
 
 
 def test_kv_is_the_same_after_a_resume(
-    reference: Reference, llama_folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.prefill.STEP_S", 0.0)  # so that it stops in the middle of the second layer
-    killed = engine_on(llama_folder, sparse=SETTINGS[reference.policy], checkpoint_s=0.0)
+    killed = engine_on(folder, sparse=SETTINGS[reference.policy], checkpoint_s=0.0)
     prefill = killed.start_prefill(prefill_request(TOKENS))
     while prefill.progress < 0.5:
         assert prefill.step()
     prefill.suspend()
-    again = engine_on(llama_folder, sparse=SETTINGS[reference.policy], checkpoint_s=0.0)
+    again = engine_on(folder, sparse=SETTINGS[reference.policy], checkpoint_s=0.0)
     result = run(again.start_prefill(prefill_request(TOKENS))).result
     assert result.resumed_from_layer == 1
     assert stored_kv(again, TOKENS) == reference.kv

@@ -18,8 +18,8 @@ from kernels.dense_attention import dense_attention
 from loadtests.fidelity.guard import KINDS, Calibration, Cell, calibrate, head_errors, make_tokens, summarise
 from loadtests.fidelity.layers import attend_runs, walk, watched
 
-# One sparse segment behind a dense one, in the first layers: the most diffuse of this model, and some that are not.
-TOKENS, LAYERS = 8192, 3
+# Half a sparse segment behind a dense one, in the first layers: the most diffuse of this model, and some that are not.
+TOKENS, LAYERS = 6144, 3
 SETTINGS = SparseSettings(crossover_tokens=4096, dense_share=1.0)
 
 
