@@ -215,6 +215,8 @@ def open_engine(
             undo.callback(ranks.close)
         parts = open_rank(place)
         model, tokenizer = parts.model, load_tokenizer(folder)
+        if place.type == "cuda":
+            _compile_for_long_documents(model, sparse or default_settings("cuda"))
         if ranks is not None:
             ranks.join(parts)
         store = open_store(kv.layout(model.spec))
@@ -259,6 +261,16 @@ def _open_rank(folder: Path, dtype: torch.dtype, fp8_linears: bool, device: torc
         return prefill_rows(model, chain, first, settings, work, kv, own)
 
     return RankParts(model, open_rows, fingerprint)
+
+
+def _compile_for_long_documents(model: Model, settings: SparseSettings) -> None:
+    from engine.cuda.warm_up import warm_up
+
+    try:
+        with torch.inference_mode():
+            warm_up(model, settings)
+    except Exception as error:  # what is not compiled now is compiled when it is first needed
+        log.warning("no kernels compiled ahead for long documents: %s", error)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
