@@ -110,7 +110,7 @@ def test_a_bundle_is_read_asked_cited_and_deleted(server: Server, open_page: Cal
 
 
 def test_a_server_that_dies_is_waited_for_and_the_read_goes_on(server: Server, open_page: Callable[..., Page]) -> None:
-    text, needles = with_needles(library_text(16_000, skip=9), 1, seed=8)
+    text, needles = with_needles(library_text(9_000, skip=9), 1, seed=8)
     page = open_page(server.url)
     page.locator("#files").set_input_files({"name": "long.py", "mimeType": "text/plain", "buffer": text.encode()})
     expect(page.locator(".doing")).to_contain_text("Reading it")
