@@ -1,4 +1,4 @@
-"""Compiles what long documents need before the first one comes: some kernels differ with every doubling of the length."""
+"""Compiles what long documents need before the first one comes: some kernels differ with each doubling of the length."""
 
 import logging
 import time
