@@ -1,4 +1,4 @@
-"""Compiles what long documents need before the first one comes: some kernels differ with each doubling of the length."""
+"""Compiles what long documents need before the first one comes: some kernels differ from length to length."""
 
 import logging
 import time
