@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 SUMMARY = Path(__file__).with_name("results") / "summary.json"
+# What the programs write is no change of what they measure.
+_RESULTS = ":(top,exclude)loadtests/results"
 _PACKAGES = ("foreword", "torch", "triton", "transformers", "numpy", "tokenizers")
 
 
@@ -98,4 +100,6 @@ def commit() -> str:
         return done.stdout.strip()
 
     head = git("rev-parse", "--short=12", "HEAD")
-    return head + ("+changes" if head and git("status", "--porcelain", "--untracked-files=no") else "")
+    return head + (
+        "+changes" if head and git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS) else ""
+    )
