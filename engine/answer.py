@@ -49,6 +49,7 @@ class DenseAnswer:
         self._sampler = Sampler(request.sampling)
         self._text = TextStream(decode, request.sampling.stop)
         self._tier: CacheState = prefix.tier if prefix is not None else "cold"
+        self._computed = 0
         self._completion_tokens = 0
         self._decoder: GraphDecoder | None = None
         self._pool = pool
@@ -66,7 +67,7 @@ class DenseAnswer:
             self.close()
             raise
         if self._prefix is not None:
-            self._tier = self._prefix.tier
+            self._tier, self._computed = self._prefix.tier, self._prefix.computed_tokens
         token = self._sampler.pick(logits)
         self._completion_tokens += 1
         if token in self._model.spec.eos_ids:
@@ -91,6 +92,11 @@ class DenseAnswer:
     @property
     def kv_tier(self) -> CacheState:
         return self._tier
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prefix, known from the first step on: computed again because that was faster than loading it."""
+        return self._computed
 
     @property
     def prompt_tokens(self) -> int:

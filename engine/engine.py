@@ -18,11 +18,13 @@ from engine.digest import EngineDigest
 from engine.errors import ContextTooLong, InvalidRequest, KVMissing, ModelError
 from engine.interfaces import AnswerRequest, Fidelity, KVLayout, KVStore, PrefillRequest
 from engine.kv_format import KVFormat, kv_format
+from engine.kv_plan import KVPlanner, KVWay
+from engine.kv_source import KVSource
 from engine.model import Model, load_model
 from engine.parallel.group import RankGroup
 from engine.parallel.process import RankParts
 from engine.prefill import LayerMajorPrefill
-from engine.prefill_rows import RowsInHalves, prefill_rows
+from engine.prefill_rows import PrefillRows, RowsInHalves, prefill_rows
 from engine.prefix_kv import Prefix, PrefixKV
 from engine.resume import ResumeFolder
 from engine.sampling import check_sampling
@@ -51,8 +53,12 @@ class LocalEngine:
         rates: MachineRates | None = None,
         kv: KVFormat | None = None,
         ranks: RankGroup | None = None,
+        planner: KVPlanner | None = None,
     ) -> None:
-        """`ranks` are closed with the engine. Raises ModelError where a head config is another model's."""
+        """`planner`: how answers come by stored KV on a slow tier. `ranks` are closed with the engine.
+
+        Raises ModelError where a head config is another model's.
+        """
         self._model, self._decode, self.store = model, decode, store
         self._resume, self._checkpoint_s = resume, checkpoint_s
         self._sparse = sparse or default_settings(model.device.type)
@@ -61,6 +67,7 @@ class LocalEngine:
         if self._sparse.head_config is not None:
             self._sparse.head_config.check(num_layers=model.spec.num_layers, heads=model.spec.heads)
         self._work = PrefillWork(model.spec, rates or MachineRates())
+        self._planner = planner or KVPlanner(self._work, self._kv.layout(model.spec))
         self._prefixes: dict[str, Prefix] = {}  # by the last segment's key, while answers hold them
         self._pool = DecodePool(model)
         self._device_kv = DeviceKV(model.device, store)
@@ -128,7 +135,7 @@ class LocalEngine:
             return DenseAnswer(self._model, request, None, self._decode, lambda: None, self._pool)
         self._device_kv.drop_unstored()
         chain = self.chain(request.prefix, request.salt, request.fidelity)
-        prefix = self._share(chain)
+        prefix = self._share(chain, request)
         try:
             return DenseAnswer(
                 self._model, request, prefix, self._decode, lambda: self._unshare(chain[-1].key, prefix), self._pool
@@ -146,26 +153,33 @@ class LocalEngine:
         """The keyed segments under which the KV of `tokens` is stored."""
         return segment_chain(tokens, salt=salt, digest=self.digest(fidelity))
 
-    def _share(self, chain: list[Segment]) -> Prefix:
+    def _share(self, chain: list[Segment], request: AnswerRequest) -> Prefix:
         key = chain[-1].key
         prefix = self._prefixes.get(key)
         if prefix is None or prefix.lost:
             stored = self.store.match(chain)
             if stored < len(chain):
                 raise KVMissing(f"KV of {stored} of {len(chain)} segments is stored: prefill the prefix first")
-            prefix = self._prefixes[key] = self._device_kv.take(key) or self._open_prefix(chain)
+            prefix = self._prefixes[key] = self._device_kv.take(key) or self._open_prefix(chain, request)
         prefix.holders += 1
         return prefix
 
-    def _open_prefix(self, chain: list[Segment]) -> Prefix:
+    def _open_prefix(self, chain: list[Segment], request: AnswerRequest) -> Prefix:
+        settings = for_fidelity(self._sparse, request.fidelity)
+        open_rows = partial(self._open_rows, settings=settings)
+        source = KVSource(self.store, self._planner, request.prefix, settings, open_rows, self._model.device)
         if self._model.device.type != "cuda":
-            return PrefixKV(self._model, self.store, chain, self._kv)
+            return PrefixKV(self._model, source, chain, self._kv)
         from engine.cuda.prefix import DevicePrefix, StreamedPrefix
 
         needed = self._kv.layout(self._model.spec).layer_bytes(chain[-1].end) * self._model.spec.num_layers
         if self._device_kv.make_room(needed):
-            return DevicePrefix(self._model, self.store, chain, self._kv)
-        return StreamedPrefix(self._model, self.store, chain, self._kv)
+            return DevicePrefix(self._model, source, chain, self._kv)
+        return StreamedPrefix(self._model, source, chain, self._kv)
+
+    def _open_rows(self, chain: Sequence[Segment], settings: SparseSettings) -> PrefillRows:
+        """What computes a whole prefix's segments. Raises OutOfMemory."""
+        return prefill_rows(self._model, chain, 0, settings, self._work, self._kv)
 
     def _unshare(self, key: str, prefix: Prefix) -> None:
         prefix.holders -= 1
@@ -189,16 +203,19 @@ def open_engine(
     linears: str = "auto",
     kv_dtype: str = "auto",
     gpus: int = 1,
+    kv_way: KVWay = "auto",
 ) -> LocalEngine:
     """Load the Hugging Face folder `folder` and open its KV store, whose layout the model decides.
 
     device: auto (a GPU where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16 or float32; auto is bfloat16
     where the processor computes in it. linears: auto (as dtype) or float8. kv_dtype: auto (as dtype), bfloat16,
-    float32 or float8. threads: 0 leaves PyTorch's choice. gpus: how many compute a document together, `device`
-    and those behind it, each but the first in a process of its own; on a CPU so many processes.
+    float32, float8 or int8. threads: 0 leaves PyTorch's choice. gpus: how many compute a document together, `device`
+    and those behind it, each but the first in a process of its own; on a CPU so many processes. kv_way: how answers
+    come by stored KV on a slow tier: load, compute, both at once, or auto.
 
     On a GPU every kernel is checked against its reference first; one that fails is replaced, with a log line.
-    Raises ModelError, ValueError for an unknown device or dtype or too few GPUs, EngineError where ranks don't start.
+    Raises ModelError, ValueError for an unknown device, dtype or way or too few GPUs, EngineError where ranks don't
+    start.
     """
     place = _device(device)
     keep_freed_memory()
@@ -208,6 +225,7 @@ def open_engine(
         raise ValueError(f"linears: got {linears!r}, expected auto or float8")
     number = _dtype(dtype, place)
     kv = kv_format(kv_dtype, number)
+    rates = gpu_rates(linears) if place.type == "cuda" else MachineRates()
     open_rank = partial(_open_rank, folder, number, linears == "float8")
     with ExitStack() as undo:
         ranks = RankGroup(gpus, open_rank, place) if gpus > 1 else None
@@ -219,6 +237,7 @@ def open_engine(
             _compile_for_long_documents(model, sparse or default_settings("cuda"))
         if ranks is not None:
             ranks.join(parts)
+        planner = KVPlanner(PrefillWork(model.spec, rates), kv.layout(model.spec), kv_way)
         store = open_store(kv.layout(model.spec))
         undo.pop_all()
     log.info(
@@ -241,8 +260,9 @@ def open_engine(
         sparse=sparse,
         checkpoint_s=checkpoint_s,
         kv=kv,
-        rates=gpu_rates(linears) if place.type == "cuda" else None,
+        rates=rates,
         ranks=ranks,
+        planner=planner,
     )
 
 

@@ -232,6 +232,11 @@ class Answer(Protocol):
     def kv_tier(self) -> CacheState: ...
 
     @property
+    def computed_tokens(self) -> int:
+        """Leading tokens of the prefix that were computed again because that was faster than loading all of them."""
+        ...
+
+    @property
     def prompt_tokens(self) -> int: ...
 
     @property

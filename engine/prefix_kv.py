@@ -7,14 +7,15 @@ import torch
 
 from engine.chain import Segment
 from engine.errors import OutOfMemory
-from engine.interfaces import CacheState, KVStore
+from engine.interfaces import CacheState
 from engine.kv_format import KVFormat
+from engine.kv_source import OpensReaders
 from engine.model import Model
 from engine.stored_kv import as_tensor
 from engine.threads import release_freed_memory
 from kernels.full_attention import full_attention
 
-_WARM: dict[str, CacheState] = {"host": "warm_host", "disk": "warm_disk", "shared": "warm_shared"}
+WARM: dict[str, CacheState] = {"host": "warm_host", "disk": "warm_disk", "shared": "warm_shared"}
 # Left to the rest of the process and the machine.
 _MARGIN_BYTES = 256 << 20
 
@@ -33,6 +34,11 @@ class Prefix(Protocol):
         """Where this answer's KV came from."""
         ...
 
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prefix: computed again for this answer and not taken from the store."""
+        ...
+
     def attend(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [rows, heads, head_dim] over the whole prefix: (out, lse [rows, heads]).
 
@@ -46,7 +52,7 @@ class Prefix(Protocol):
 class PrefixKV:
     """A `Prefix` in host memory; `layer(i)` is [2, kv_heads, tokens, head_dim]. All read, the lease ends."""
 
-    def __init__(self, model: Model, store: KVStore, chain: list[Segment], kv: KVFormat | None = None) -> None:
+    def __init__(self, model: Model, source: OpensReaders, chain: list[Segment], kv: KVFormat | None = None) -> None:
         """Raises KVMissing, OutOfMemory."""
         self._model, self._chain, self._kv_format = model, chain, kv or KVFormat(model.dtype)
         spec = model.spec
@@ -55,15 +61,20 @@ class PrefixKV:
         available = available_bytes()
         if available is not None and needed + _MARGIN_BYTES > available:
             raise OutOfMemory(needed, max(available - _MARGIN_BYTES, 0))
-        self._reader = store.open_reader(chain)
+        self._source = source
+        self._reader = source.open_reader(chain)
         self._layers: list[torch.Tensor] = []
-        self._tier = _WARM[self._reader.tier]
+        self._tier = WARM[self._reader.tier]
         self.holders = 0
         self.lost = False
 
     @property
     def tier(self) -> CacheState:
         return self._tier
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._source.computed_tokens
 
     @property
     def loaded(self) -> bool:
@@ -83,7 +94,7 @@ class PrefixKV:
                 self._kv_format.unpack(as_tensor(buffer), kv[:, :, segment.start : segment.end])
             self._layers.append(kv)
             if self.loaded:
-                self._tier = _WARM[self._reader.tier]
+                self._tier = WARM[self._reader.tier]
                 self._reader.close()
         return self._layers[index]
 

@@ -82,6 +82,7 @@ def _open(folder: Path, settings: Settings, stores: list[LocalKVStore]) -> Local
         dtype=settings.dtype,
         linears=settings.linears,
         kv_dtype=settings.kv_dtype,
+        kv_way=settings.kv_way,
         threads=settings.threads,
         sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),
     )

@@ -120,6 +120,7 @@ def open_engine_parts(settings: Settings, metrics: Metrics) -> EngineParts:
         dtype=settings.dtype,
         linears=settings.linears,
         kv_dtype=settings.kv_dtype,
+        kv_way=settings.kv_way,
         gpus=settings.gpus,
         threads=settings.threads,
         sparse=chosen_settings(settings.sparse_policy, settings.head_config, device_type=device_type(settings.device)),

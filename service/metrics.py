@@ -30,7 +30,15 @@ STAGES = ("upload", "ingest", "queue", "prefill", "kv_store", "answer")
 CACHE_STATES = ("cold", "partial", "warm_host", "warm_disk")
 CLASSES = ("repo", "bundle", "doc", "several")
 PATTERNS = ("dense", "a_shape", "vertical_slash", "block_sparse")
-DECISIONS = ("computed", "reused", "recomputed_damaged", "loaded_shared", "shared_too_slow")
+DECISIONS = (
+    "computed",
+    "reused",
+    "loaded_and_computed",
+    "computed_instead",
+    "recomputed_damaged",
+    "loaded_shared",
+    "shared_too_slow",
+)
 
 Known = Iterable[tuple[str, ...]]
 KVSnapshot = Callable[[], Mapping[tuple[str, ...], int]]

@@ -30,8 +30,13 @@ class Settings(BaseSettings):
     linears: Literal["auto", "float8"] = Field(
         default="auto", description="The layers' linears: as dtype, or in FP8 (fast on GPUs from Ada and Hopper on)"
     )
-    kv_dtype: Literal["auto", "bfloat16", "float32", "float8"] = Field(
-        default="auto", description="What KV is kept in: as dtype, or FP8 with a scale per 128 tokens and KV head"
+    kv_dtype: Literal["auto", "bfloat16", "float32", "float8", "int8"] = Field(
+        default="auto",
+        description="What KV is kept in: as dtype, or FP8 or INT8 with a scale per 128 tokens and KV head",
+    )
+    kv_way: Literal["auto", "load", "compute", "both"] = Field(
+        default="auto",
+        description="How answers come by KV on a disk or shared tier: auto, load, compute (again), both (at once)",
     )
     gpus: int = Field(default=1, ge=1, description="GPUs that a worker computes one document with, device and the next")
     threads: int = Field(default=0, ge=0, description="CPU threads of the engine; 0: all cores")

@@ -8,10 +8,11 @@ import torch
 from engine.chain import Segment
 from engine.cuda.memory import new_event, new_stream
 from engine.errors import OutOfMemory
-from engine.interfaces import SCALE_TOKENS, CacheState, KVStore
+from engine.interfaces import SCALE_TOKENS, CacheState
 from engine.kv_format import KVFormat
+from engine.kv_source import OpensReaders
 from engine.model import Model
-from engine.prefix_kv import available_bytes
+from engine.prefix_kv import WARM, available_bytes
 from engine.stored_kv import as_tensor
 from kernels.decode_attention import decode_attention, pages_view
 from kernels.full_attention import full_attention
@@ -80,12 +81,13 @@ class DeviceLayer:
 class DevicePrefix:
     """A `Prefix` whose KV is on the device: read once from the store, the next layer's bytes on their way meanwhile."""
 
-    def __init__(self, model: Model, store: KVStore, chain: list[Segment], kv: KVFormat) -> None:
+    def __init__(self, model: Model, source: OpensReaders, chain: list[Segment], kv: KVFormat) -> None:
         """Raises KVMissing."""
         self._model, self.chain, self._kv_format = model, chain, kv
         self.num_tokens = chain[-1].end
-        self._reader = store.open_reader(chain)
-        self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+        self._source = source
+        self._reader = source.open_reader(chain)
+        self._tier: CacheState = WARM[self._reader.tier]
         self._layers: list[DeviceLayer] = []
         self._stream = new_stream(model.device)
         self.holders = 0
@@ -94,6 +96,10 @@ class DevicePrefix:
     @property
     def tier(self) -> CacheState:
         return self._tier
+
+    @property
+    def computed_tokens(self) -> int:
+        return 0 if self._tier == "warm_device" else self._source.computed_tokens
 
     @property
     def loaded(self) -> bool:
@@ -108,7 +114,7 @@ class DevicePrefix:
                 raise
             self._layers.append(self._copied(buffers))
             if self.loaded:
-                self._tier = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+                self._tier = WARM[self._reader.tier]
                 self._reader.close()
         return self._layers[index]
 
@@ -143,18 +149,19 @@ class DevicePrefix:
 class StreamedPrefix:
     """A `Prefix` larger than the device's room: host memory keeps it, two layers' buffers take turns on the device."""
 
-    def __init__(self, model: Model, store: KVStore, chain: list[Segment], kv: KVFormat) -> None:
+    def __init__(self, model: Model, source: OpensReaders, chain: list[Segment], kv: KVFormat) -> None:
         """Raises KVMissing, OutOfMemory where host memory can't keep it."""
         self._model, self._chain, self._kv_format = model, chain, kv
         self.num_tokens = chain[-1].end
-        self._reader = store.open_reader(chain)
+        self._source = source
+        self._reader = source.open_reader(chain)
         needed = kv.layout(model.spec).layer_bytes(self.num_tokens) * model.spec.num_layers
         free = available_bytes()
         # What the store has in host memory already is not held twice.
         if self._reader.tier != "host" and free is not None and needed > free:
             self._reader.close()
             raise OutOfMemory(needed, free)
-        self._tier: CacheState = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+        self._tier: CacheState = WARM[self._reader.tier]
         self._kept: list[Sequence[memoryview]] = []  # by layer: the store's buffers, which live while they are seen
         self._slots = [DeviceLayer.empty(model, kv, self.num_tokens) for _ in range(2)]
         self._holds = [-1, -1]  # the layer in each slot
@@ -166,6 +173,10 @@ class StreamedPrefix:
     @property
     def tier(self) -> CacheState:
         return self._tier
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._source.computed_tokens
 
     def attend(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slot = self._stage(layer)
@@ -196,7 +207,7 @@ class StreamedPrefix:
                 self.lost = True
                 raise
             if len(self._kept) == self._model.spec.num_layers:
-                self._tier = "warm_disk" if self._reader.tier == "disk" else "warm_host"
+                self._tier = WARM[self._reader.tier]
                 self._reader.close()
         return self._kept[layer]
 

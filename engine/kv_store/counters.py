@@ -12,7 +12,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "index_errors": (),  # transactions and looks that the disk failed
     "dead_sessions": (),  # processes that ended without a word; what they left is settled
     "evictions": ("tier", "reason"),  # segments on disk, layers of a segment in host memory
-    "hits": ("tier",),  # segments opened for reading, by the slowest tier they needed
+    "hits": ("tier",),  # segments read, by the slowest tier they needed
     "misses": (),  # chains that could not be opened
     "read_bytes": ("tier",),
     "written_bytes": (),

@@ -53,10 +53,10 @@ class LocalReader:
         end_lease: Callable[[], None],
     ) -> None:
         self._layout, self._copies, self._path = layout, copies, path
+        self._closed = self._read_any = False
         self._condemn, self._end_lease = condemn, end_lease
         self._serial = next(_serials)
         self._pending: dict[int, list[Future[memoryview]]] = {}
-        self._closed = False
         per_layer = max(1, sum(copy.layer_bytes for copy in copies))
         # Two layers' buffers take turns: made anew for every layer they would cost more than reading.
         self._expected_bytes = 2 * sum(aligned(copy.layer_bytes) + ALIGNMENT for copy in copies)
@@ -71,6 +71,7 @@ class LocalReader:
             raise ValueError("the reader is closed")
         if not 0 <= layer < self._layout.num_layers:
             raise ValueError(f"got layer {layer}, expected 0 to {self._layout.num_layers - 1}")
+        self._read_any = True
         last_ahead = min(layer + self._layers_ahead, self._layout.num_layers - 1)
         for stale in [other for other in self._pending if not layer <= other <= last_ahead]:
             _cancel(self._pending.pop(stale))
@@ -88,7 +89,8 @@ class LocalReader:
             _cancel(futures)
         self._pending.clear()
         self._path.buffers.expect(-self._expected_bytes)
-        self._path.counters.add("hits", self.tier, amount=len(self._copies))
+        if self._read_any:
+            self._path.counters.add("hits", self.tier, amount=len(self._copies))
         self._end_lease()
 
     def _start(self, copy: Copy, layer: int) -> Future[memoryview]:

@@ -252,7 +252,7 @@ class RedisReader:
     def __init__(self, store: RedisKVStore, stored: Sequence[_Stored]) -> None:
         """Raises KVMissing, OSError."""
         self._store, self._stored = store, stored
-        self._closed = False
+        self._closed = self._read_any = False
         self._ahead: tuple[int, Future[list[memoryview]]] | None = None
         self.tier: Literal["host", "disk", "shared"] = "shared"
         heads = store.get([item.head_name for item in stored]) if stored else []
@@ -264,6 +264,7 @@ class RedisReader:
             raise ValueError("the reader is closed")
         if not 0 <= layer < self._store.layout.num_layers:
             raise ValueError(f"got layer {layer}, expected 0 to {self._store.layout.num_layers - 1}")
+        self._read_any = True
         ahead, self._ahead = self._ahead, None
         layers = ahead[1].result() if ahead is not None and ahead[0] == layer else self._fetch(layer)
         if layer + 1 < self._store.layout.num_layers:
@@ -277,7 +278,8 @@ class RedisReader:
             self._closed = True
             if self._ahead is not None:
                 self._ahead[1].cancel()
-            self._store.counters.add("hits", "shared", amount=len(self._stored))
+            if self._read_any:
+                self._store.counters.add("hits", "shared", amount=len(self._stored))
 
     def _fetch(self, layer: int) -> list[memoryview]:
         names = [item.part_names(layer) for item in self._stored]

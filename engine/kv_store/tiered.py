@@ -109,7 +109,6 @@ class TieredKVStore:
             for part in parts:
                 part.reader.close()
             raise
-        self.counters.add("decisions", "loaded_shared")
         return _TieredReader(self, chain, parts)
 
     def open_writer(self, chain: Sequence[Segment], *, first: int, owner: str) -> KVWriter:
@@ -394,9 +393,11 @@ class _TieredReader:
             return
         self._closed = True
         complete = len(self._read) == self._store.layout.num_layers
+        if self._read:
+            self._store.counters.add("decisions", "loaded_shared")
         for part in self._parts:
             part.reader.close()
-            if part.run.tier is not None:
+            if part.run.tier is not None and self._read:
                 self._store.counters.add("hits", "shared", amount=len(part.run.segments))
                 if complete:
                     self._store.copy_here(part.run.segments, part.run.tier)

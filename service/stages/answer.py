@@ -133,7 +133,7 @@ class AnswerJob:
         metrics.generated_tokens.inc(self._completion_tokens)
         if not self._prefills:
             metrics.prompt_tokens.labels("cached").inc(cached)
-        metrics.prompt_tokens.labels("computed").inc(len(self._payload["question"]))
+        metrics.prompt_tokens.labels("computed").inc(len(self._payload["question"]) + answer.computed_tokens)
         tenant = metrics.tenant(self.job.tenant)
         metrics.tenant_tokens.labels(tenant, "prompt").inc(len(self._payload["question"]))
         metrics.tenant_tokens.labels(tenant, "generated").inc(self._completion_tokens)
@@ -230,7 +230,7 @@ class AnswerJob:
         context = self._context
         self._first_token_at = context.clock()
         if not self._prefills and self._payload["documents"]:
-            context.metrics.kv_decisions.labels("reused").inc()
+            context.metrics.kv_decisions.labels(self._decision(answer)).inc()
         if not self._payload["waited"]:  # who waited for an upload's prefill was observed there
             ttft_s = self._ttft_s()
             prefill_s = self._prefill_s - self._prefill_kv_s
@@ -241,6 +241,13 @@ class AnswerJob:
                 stages["prefill"] = prefill_s
             context.metrics.first_token(context.model_id, self._cache_state(answer), ttft_s, stages)
 
+    def _decision(self, answer: Answer) -> str:
+        """How stored KV was come by."""
+        if not answer.computed_tokens:
+            return "reused"
+        prefix_tokens = answer.prompt_tokens - len(self._payload["question"])
+        return "loaded_and_computed" if answer.computed_tokens < prefix_tokens else "computed_instead"
+
     def _ttft_s(self) -> float:
         assert self._first_token_at is not None
         return max(0.0, self._first_token_at - self._payload["received_at"])
@@ -250,6 +257,8 @@ class AnswerJob:
             return "partial" if self._prefills[0][1].cached_tokens else "cold"
         if self._payload["waited"] and (record := self._record()) is not None:
             return "partial" if record.cached_tokens else "cold"
+        if answer.computed_tokens:
+            return "partial" if self._cached_tokens(answer) else "cold"
         return answer.kv_tier if self._payload["documents"] else "cold"
 
     def _cached_tokens(self, answer: Answer) -> int:
@@ -257,7 +266,7 @@ class AnswerJob:
             return self._prefills[0][1].cached_tokens
         if self._payload["waited"] and (record := self._record()) is not None:
             return record.cached_tokens or 0  # what its upload's prefill was spared
-        return answer.prompt_tokens - len(self._payload["question"])
+        return answer.prompt_tokens - len(self._payload["question"]) - answer.computed_tokens
 
     def _record(self) -> PrefillRecord | None:
         documents = self._payload["documents"]

@@ -54,6 +54,17 @@ def test_each_cell_writes_its_figures(bench: Bench) -> None:
         document.device()
 
 
+def test_computing_beside_loading_is_measured_against_either_alone(bench: Bench) -> None:
+    document = Document(bench, "9000", 9000)
+    with torch.inference_mode():
+        document.both()
+    (entry,) = read_entries(bench.summary)
+    assert entry["name"] == "cpu_both_over_better_9000"
+    assert 0 < entry["computed_tokens"] < 9000
+    assert entry["value"] == pytest.approx(entry["both_s"] / min(entry["load_s"], entry["compute_s"]), rel=0.02)
+    assert entry["slowed_to_gb_per_s"] > 0
+
+
 def test_kv_beyond_the_disk_is_measured_from_the_host_without_being_written(bench: Bench) -> None:
     bench.max_disk_bytes = 1000
     document = Document(bench, "4100", 4100)

@@ -84,6 +84,7 @@ class FakeEngine:
         self.steps: list[tuple[str, str]] = []  # (kind, owner or question) of every step, in order
         self.prefills: list[FakePrefill] = []
         self.answering = self.most_answering = 0  # answers open now, and at most at one time
+        self.computes = 0  # leading tokens of a stored prefix that an answer computes again
 
     def digest(self, fidelity: Fidelity) -> str:
         return f"digest-{fidelity}"
@@ -194,6 +195,10 @@ class FakeAnswer:
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prefix) + len(self.request.question)
+
+    @property
+    def computed_tokens(self) -> int:
+        return min(self.engine.computes, len(self.request.prefix))
 
     def close(self) -> None:
         self.engine.answering -= not self.closed

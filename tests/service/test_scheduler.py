@@ -83,6 +83,21 @@ def test_answer_without_documents(bench: Bench) -> None:
     assert (job.result["text"], job.result["cached_tokens"], job.result["cache_state"]) == ("It is 0", 0, "cold")
 
 
+def test_what_an_answer_computes_again_is_not_counted_as_cached(bench: Bench) -> None:
+    bench.add_document("a", "some text")
+    with bench.working():
+        bench.ended("job-a")
+        size = length(bench, "a")
+        for computes, state, decision in ((3, "partial", "loaded_and_computed"), (size, "cold", "computed_instead")):
+            bench.engine.computes = computes
+            job = bench.ended(bench.ask("a"))
+            assert job.result is not None
+            assert (job.result["cached_tokens"], job.result["cache_state"]) == (size - computes, state)
+            assert bench.sample("foreword_kv_decisions_total", decision=decision) == 1
+    assert bench.sample("foreword_kv_decisions_total", decision="reused") == 0
+    assert bench.sample("foreword_prompt_tokens_total", source="cached") == size - 3
+
+
 def test_evicted_kv_is_made_again_within_the_answer(bench: Bench) -> None:
     bench.add_document("a", "text", prefill=False)
     with bench.working():
