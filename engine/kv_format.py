@@ -1,4 +1,4 @@
-"""In which form KV is kept: as the model computes it, or as FP8 with scales. Prefill attends to what is kept."""
+"""In which form KV is kept: as the model computes it, or FP8 or INT8 with scales. Prefill attends to what is kept."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,19 +10,20 @@ from engine.kv_store import layout_for
 from engine.spec import ModelSpec
 from kernels.kv_quant import dequantise_kv, quantise_kv
 
-KVDtype = Literal["auto", "bfloat16", "float32", "float8"]
+KVDtype = Literal["auto", "bfloat16", "float32", "float8", "int8"]
+_QUANTISED = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """`dtype` is what a number of the kept K and V takes: the model's own, or float8_e4m3fn with float32 scales."""
+    """`dtype` is what a number of the kept K and V takes: the model's own, or float8_e4m3fn or int8 with scales."""
 
     dtype: torch.dtype
 
     @property
     def quantised(self) -> bool:
-        return self.dtype == torch.float8_e4m3fn
+        return self.dtype in _QUANTISED.values()
 
     def layout(self, spec: ModelSpec) -> KVLayout:
         scale_bytes = 2 * spec.kv_heads * _SCALE_BYTES if self.quantised else 0
@@ -55,13 +56,12 @@ class KVFormat:
         for one, stored, scale in zip(rows, values, scales, strict=True):
             dequantise_kv(stored, scale, dtype=rows.dtype, out=one)
 
-    @staticmethod
-    def split(packed: torch.Tensor, *, kv_heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, packed: torch.Tensor, *, kv_heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantised K and V as they lie in `packed`: values [2, kv_heads, tokens, head_dim], scales [2, kv_heads,
         blocks of 128 tokens]."""
         blocks = -(-tokens // SCALE_TOKENS)
         scale_bytes = 2 * kv_heads * blocks * _SCALE_BYTES
-        values = packed[: len(packed) - scale_bytes].view(torch.float8_e4m3fn)
+        values = packed[: len(packed) - scale_bytes].view(self.dtype)
         scales = packed[len(packed) - scale_bytes :].view(torch.float32)
         return values.view(2, kv_heads, tokens, -1), scales.view(2, kv_heads, blocks)
 
@@ -69,8 +69,8 @@ class KVFormat:
 def kv_format(name: str, model_dtype: torch.dtype) -> KVFormat:
     """auto: as the model computes. Raises ValueError for an unknown name, or one that is not the model's own type."""
     own = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[model_dtype]
-    if name == "float8":
-        return KVFormat(torch.float8_e4m3fn)
+    if name in _QUANTISED:
+        return KVFormat(_QUANTISED[name])
     if name not in ("auto", own):
-        raise ValueError(f"kv_dtype: got {name!r}, expected auto, {own} or float8")
+        raise ValueError(f"kv_dtype: got {name!r}, expected auto, {own}, float8 or int8")
     return KVFormat(model_dtype)

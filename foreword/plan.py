@@ -25,7 +25,7 @@ def plan_command(
         spec,
         tokens,
         linear_itemsize=1 if settings.linears == "float8" else None,
-        kv_itemsize=1 if settings.kv_dtype == "float8" else None,
+        kv_itemsize=1 if settings.kv_dtype in ("float8", "int8") else None,
         memory_bytes=memory,
         disk_bytes=settings.kv_disk_bytes,
         resume_cap_bytes=settings.resume_bytes,

@@ -19,7 +19,7 @@ from kernels.dense_attention import dense_attention
 from kernels.fp8_linear import fp8_linear
 from kernels.full_attention import full_attention
 from kernels.gated_mlp import gated_mlp
-from kernels.kv_quant import dequantise_kv, quantise_kv
+from kernels.kv_quant import STORED_DTYPES, dequantise_kv, quantise_kv
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.row_quant import quantise_rows
@@ -180,11 +180,12 @@ def _decode(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     plain = decode_attention(q, pages_view(k), pages_view(v), table, lengths)
     # Quantised by the reference, so that only the decode is on trial.
     with dispatch.override("kv_quant", "reference"):
-        (k8, k_scales), (v8, v_scales) = quantise_kv(k), quantise_kv(v)
-    quantised = decode_attention(
-        q, pages_view(k8), pages_view(v8), table, lengths, k_scales=k_scales.T, v_scales=v_scales.T
-    )
-    return *plain, *quantised
+        kept = [(quantise_kv(k, dtype=stored), quantise_kv(v, dtype=stored)) for stored in STORED_DTYPES]
+    outs = list(plain)
+    for (k8, k_scales), (v8, v_scales) in kept:
+        pages = pages_view(k8), pages_view(v8)
+        outs += decode_attention(q, *pages, table, lengths, k_scales=k_scales.T, v_scales=v_scales.T)
+    return tuple(outs)
 
 
 def _norm(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
@@ -229,12 +230,15 @@ def _rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
 
 def _quantised(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensors:
     """There and back: a value on the edge of two FP8 steps may fall either way, its neighbour 1/16 off; so the values
-    are such as FP8 holds exactly."""
+    are such as FP8 holds exactly, and as lie well between two of INT8's."""
     steps = torch.arange(_KV_HEADS * 300 * head_dim, device=device) % 15 - 7
     x = (steps * 64.0).view(_KV_HEADS, 300, head_dim).to(dtype)
-    rounded = torch.empty_like(x)
-    stored, scales = quantise_kv(x, rounded=rounded)
-    return scales, rounded, dequantise_kv(stored, scales, dtype=dtype)
+    outs: list[torch.Tensor] = []
+    for kept in STORED_DTYPES:
+        rounded = torch.empty_like(x)
+        stored, scales = quantise_kv(x, dtype=kept, rounded=rounded)
+        outs += scales, rounded, dequantise_kv(stored, scales, dtype=dtype)
+    return tuple(outs)
 
 
 _CASES: dict[str, Callable[[torch.device, torch.dtype, int], Tensors]] = {

@@ -1,7 +1,7 @@
 """TTFT of a document whose KV is stored, by length and by the tier it comes from, beside its cold TTFT.
 
     python -m loadtests.warm_ttft [--device cpu|cuda] [--lengths 128k 512k 1m] [--tiers cold host device disk both]
-        [--linears auto|float8] [--kv-dtype auto|float8] [--max-disk-gb 40] [--budget-s 290] [--results DIR]
+        [--linears auto|float8] [--kv-dtype auto|float8|int8] [--max-disk-gb 40] [--budget-s 290] [--results DIR]
 
 The engine itself over a real store. On CUDA: Llama-3-8B's shape with random weights and planted heads
 (loadtests/engine_gpu.py); on a CPU the default model. Cells, each written down as soon as it is measured:
@@ -512,7 +512,9 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=parse_length, default=None, help="such as 8k 128k 1m")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=None)
     parser.add_argument("--linears", choices=["auto", "float8"], default=None, help="default: float8 on CUDA")
-    parser.add_argument("--kv-dtype", default=None, help="auto, bfloat16, float32 or float8; default: float8 on CUDA")
+    parser.add_argument(
+        "--kv-dtype", default=None, help="auto, bfloat16, float32, float8, int8; default: float8 on CUDA"
+    )
     parser.add_argument("--max-disk-gb", type=float, default=40.0, help="KV that a length may have on the disk")
     parser.add_argument("--budget-s", type=float, default=290.0)
     parser.add_argument("--io-threads", type=int, default=4)

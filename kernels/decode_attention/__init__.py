@@ -3,8 +3,9 @@
 import torch
 
 from kernels import checks, dispatch
+from kernels.kv_quant import STORED_DTYPES
 
-PAGE_TOKENS = 128  # tokens of a page, and of one FP8 scale
+PAGE_TOKENS = 128  # tokens of a page, and of one scale
 
 
 def decode_attention(
@@ -20,9 +21,9 @@ def decode_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one row per entry over the first `lengths` tokens of its pages.
 
-    q [batch, heads, head_dim]; k_pages and v_pages [pages, kv_heads, 128, head_dim] in q's dtype, or float8_e4m3fn with
-    k_scales and v_scales [pages, kv_heads] float32 (value = stored × scale). page_table [batch, max_pages] int32,
-    lengths [batch] int32, each in 0 … max_pages * 128. Strides are free but for a dense last dimension, so one
+    q [batch, heads, head_dim]; k_pages and v_pages [pages, kv_heads, 128, head_dim] in q's dtype, or float8_e4m3fn or
+    int8 with k_scales and v_scales [pages, kv_heads] float32 (value = stored × scale). page_table [batch, max_pages]
+    int32, lengths [batch] int32, each in 0 … max_pages * 128. Strides are free but for a dense last dimension, so one
     document's [kv_heads, tokens, head_dim] is a view of pages. Several question rows of a document are entries with
     the same pages and growing lengths.
 
@@ -47,9 +48,9 @@ def decode_attention(
         raise ValueError(f"head_dim: expected one of {checks.HEAD_DIMS}, got {head_dim}")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads: expected a multiple of {kv_heads} KV heads, got {heads}")
-    if k_pages.dtype == torch.float8_e4m3fn:
+    if k_pages.dtype in STORED_DTYPES:
         if k_scales is None or v_scales is None:
-            raise ValueError("k_scales, v_scales: expected scales [pages, kv_heads] with FP8 pages, got None")
+            raise ValueError("k_scales, v_scales: expected scales [pages, kv_heads] with quantised pages, got None")
         for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
             checks.shape(name, scales, pages, kv_heads)
             checks.dtype(name, scales, torch.float32)

@@ -72,8 +72,8 @@ def split_kernel(
     q = tl.load(q_at, mask=(row < GROUP)[:, None] & inside[None, :], other=0.0)
     q_scale = tl.full([ROWS], 1.0, tl.float32) * qk_scale
     if QUANTISED:
-        # float8_e4m3fn turns into float16 exactly and in one instruction (bfloat16 takes two more); q, scaled to 1 so
-        # that it can't overflow, loses nothing either: float16 has three more bits than bfloat16.
+        # float8_e4m3fn turns into float16 exactly and in one instruction (bfloat16 takes two more), int8 exactly;
+        # q, scaled to 1 so that it can't overflow, loses nothing either: float16 has three more bits than bfloat16.
         largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1.0e-30)
         q_scale *= largest
         q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
@@ -152,7 +152,8 @@ def decode_attention(
     acc = torch.empty(batch * kv_heads, splits, rows, block_d, dtype=torch.float32, device=q.device)
     m = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=q.device)
     total = torch.empty_like(m)
-    if k_scales is not None and v_scales is not None and lacks_fp8(q.device):
+    is_fp8 = k_pages.dtype == torch.float8_e4m3fn
+    if is_fp8 and k_scales is not None and v_scales is not None and lacks_fp8(q.device):
         # Below (8, 9) Triton can't convert float8_e4m3fn: the pages are dequantised first, by PyTorch.
         k_pages = (k_pages.to(torch.float32) * k_scales[..., None, None]).to(q.dtype)
         v_pages = (v_pages.to(torch.float32) * v_scales[..., None, None]).to(q.dtype)

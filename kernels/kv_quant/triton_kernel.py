@@ -5,9 +5,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import Capability
-from kernels.kv_quant.reference import FP8_MAX, SCALE_TOKENS
-
-_FP8_MAX = tl.constexpr(FP8_MAX)
+from kernels.kv_quant.reference import LARGEST, SCALE_TOKENS
 
 
 def unsupported(numbers: Capability) -> str | None:
@@ -19,7 +17,7 @@ def unsupported(numbers: Capability) -> str | None:
 @triton.jit
 def quantise_kernel(x_ptr, stored_ptr, scales_ptr, rounded_ptr, stride_h, stride_t, stride_rh, stride_rt, tokens, tiles,
                     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
-                    ROUNDED: tl.constexpr):  # fmt: skip
+                    MOST: tl.constexpr, INTEGERS: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     token = (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
@@ -27,9 +25,9 @@ def quantise_kernel(x_ptr, stored_ptr, scales_ptr, rounded_ptr, stride_h, stride
     mask = (token < tokens) & (channel < HEAD_DIM)
     x = tl.load(x_ptr + head * stride_h + token * stride_t + channel, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    scale = tl.where(largest > 0, largest / _FP8_MAX, 1.0)
-    scaled = tl.minimum(tl.maximum(x / scale, -_FP8_MAX), _FP8_MAX)
-    stored = scaled.to(tl.float8e4nv)
+    scale = tl.where(largest > 0, largest / MOST, 1.0)
+    scaled = tl.minimum(tl.maximum(x / scale, -MOST), MOST)
+    stored = tl.floor(scaled + 0.5).to(tl.int8) if INTEGERS else scaled.to(tl.float8e4nv)
     tl.store(stored_ptr + (head * tokens + token) * HEAD_DIM + channel, stored, mask=mask)
     if ROUNDED:
         value = (stored.to(tl.float32) * scale).to(rounded_ptr.dtype.element_ty)
@@ -57,8 +55,8 @@ def quantise_kv(x: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, rou
     stride_rh, stride_rt = (0, 0) if rounded is None else rounded.stride()[:2]
     quantise_kernel[(tiles, kv_heads)](
         x, stored, scales, rounded, x.stride(0), x.stride(1), stride_rh, stride_rt, tokens, tiles,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TOKENS=SCALE_TOKENS, ROUNDED=rounded is not None,
-        num_warps=8,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TOKENS=SCALE_TOKENS, MOST=LARGEST[stored.dtype],
+        INTEGERS=stored.dtype == torch.int8, ROUNDED=rounded is not None, num_warps=8,
     )  # fmt: skip
 
 

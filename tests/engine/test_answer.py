@@ -205,3 +205,21 @@ def test_corrupt_kv_is_never_served(warm: LocalEngine, tmp_path: Path) -> None:
     result = run(warm.start_prefill(prefill_request(PREFIX, owner="again"))).result
     assert result.cached_tokens < len(PREFIX)
     assert tokens_of(warm.start_answer(ask())) == expected
+
+
+def test_quantised_kv_changes_an_answer_little_and_is_kept_apart(llama_folder: Path, engine_on: OpenEngine) -> None:
+    """INT8's 255 steps are finer than FP8's where values are of a size, as in K and V of 128 tokens they are."""
+    logits: dict[str, torch.Tensor] = {}
+    digests = set[str]()
+    for kv_dtype in ("float32", "float8", "int8"):
+        engine = engine_on(llama_folder, kv_dtype=kv_dtype)
+        assert engine.cached_tokens(PREFIX, salt=b"salt", fidelity="default") == 0
+        run(engine.start_prefill(prefill_request(PREFIX, owner=kv_dtype)))
+        digests.add(engine.digest("default"))
+        answer = engine.start_answer(ask())
+        with torch.inference_mode():
+            logits[kv_dtype] = answer._logits()
+        answer.close()
+    assert len(digests) == 3
+    error = {name: float((logits[name] - logits["float32"]).norm() / logits["float32"].norm()) for name in logits}
+    assert 0 < error["int8"] < error["float8"] < 0.2

@@ -72,7 +72,11 @@ def test_dense_logits_equal_the_cpu_engines(llama_folder: Path, engine_on: OpenE
 def test_quantised_linears_and_kv_stay_near(llama_folder: Path, engine_on: OpenEngine) -> None:
     tokens = TOKENS[:3001]
     reference = prefilled(open_cuda(engine_on, llama_folder), tokens, fidelity="exact")
-    for name, options in {"kv8": {"kv_dtype": "float8"}, "w8": {"linears": "float8"}}.items():
+    for name, options in {
+        "kv8": {"kv_dtype": "float8"},
+        "int8": {"kv_dtype": "int8"},
+        "w8": {"linears": "float8"},
+    }.items():
         got = prefilled(open_cuda(engine_on, llama_folder, name, **options), tokens, fidelity="exact")
         assert likeness(got, reference) > 0.98, name
 
@@ -121,7 +125,7 @@ def test_kv_is_the_same_after_a_resume(
     assert stored_kv(again, TOKENS) == stored_kv(whole, TOKENS)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8", "int8"])
 def test_answers_follow_from_the_prefix_wherever_its_kv_is(
     kv_dtype: str, llama_folder: Path, engine_on: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

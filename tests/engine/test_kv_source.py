@@ -62,7 +62,7 @@ def prefilled(engine_on: OpenEngine, folder: Any, **options: Any) -> LocalEngine
     return engine
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8", "int8"])
 @pytest.mark.parametrize(
     ("way", "least", "most"), [("both", 1, len(TOKENS) - 1), ("compute", len(TOKENS), len(TOKENS))]
 )

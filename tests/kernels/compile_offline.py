@@ -58,7 +58,7 @@ def cases(arch: int) -> Iterator[Case]:
              "BLOCK_N": tile.keys, "CHUNK": 64, "PRECISION": "tf32"},
             {"num_warps": tile.warps, "num_stages": tile.stages},
         )  # fmt: skip
-        for stored in ("*bf16", "*fp8e4nv") if arch >= 89 else ("*bf16",):
+        for stored in ("*bf16", "*i8", "*fp8e4nv") if arch >= 89 else ("*bf16", "*i8"):
             page_bytes = 128 * width * (2 if stored == "*bf16" else 1)
             yield (
                 f"decode_split-d{head_dim}-{stored[1:]}",
@@ -124,12 +124,13 @@ def cases(arch: int) -> Iterator[Case]:
         {"INTERLEAVED": False, "HEADS": 32, "PAIRS": 64},
         {},
     )
-    if arch >= 89:
-        tile_of_kv = {"HEAD_DIM": 128, "BLOCK_D": 128, "TOKENS": 128}
-        kv = {"x_ptr": "*bf16", "out_ptr": "*bf16", "stored_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-        rounding = {**kv, "rounded_ptr": "*bf16"}
-        yield "quantise_kv", quantise_kernel, rounding, {**tile_of_kv, "ROUNDED": True}, {"num_warps": 8}
-        yield "dequantise_kv", dequantise_kernel, kv, tile_of_kv, {"num_warps": 8}
+    tile_of_kv = {"HEAD_DIM": 128, "BLOCK_D": 128, "TOKENS": 128}
+    for stored, most in (("*i8", 127.0), ("*fp8e4nv", 448.0)) if arch >= 89 else (("*i8", 127.0),):
+        kv = {"x_ptr": "*bf16", "out_ptr": "*bf16", "stored_ptr": stored, "scales_ptr": "*fp32"}
+        rounding = {"MOST": most, "INTEGERS": stored == "*i8", "ROUNDED": True}
+        pointers = {**kv, "rounded_ptr": "*bf16"}
+        yield f"quantise_kv-{stored[1:]}", quantise_kernel, pointers, {**tile_of_kv, **rounding}, {"num_warps": 8}
+        yield f"dequantise_kv-{stored[1:]}", dequantise_kernel, kv, tile_of_kv, {"num_warps": 8}
 
 
 def hopper_cases() -> Iterator[Case]:

@@ -36,6 +36,8 @@ def _poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor = make(*args, **kwargs)
             if tensor.dtype == torch.float8_e4m3fn:
                 return tensor.view(torch.uint8).fill_(0x7F).view(torch.float8_e4m3fn)  # its NaN
+            if tensor.dtype == torch.int8:
+                return tensor.fill_(-128)  # which no quantised value is
             return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 30)
 
         return build

@@ -4,7 +4,7 @@ import torch
 from kernels import dispatch
 from kernels.decode_attention import PAGE_TOKENS, decode_attention, pages_view
 from kernels.decode_attention.reference import decode_attention as reference
-from kernels.kv_quant import quantise_kv
+from kernels.kv_quant import STORED_DTYPES, quantise_kv
 from tests.kernels.arguments import DTYPES, HAS_GPU, generator, normal, paths
 from tests.kernels.tolerances import LSE_ERROR, RELATIVE_ERROR, lse_error, relative_error
 
@@ -15,8 +15,7 @@ def run(path, *arguments, **options):
 
 
 def expected(q, k_pages, v_pages, table, lengths, k_scales=None, v_scales=None):
-    stored = torch.float8_e4m3fn
-    k, v = ((t if t.dtype == stored else t.double()) for t in (k_pages, v_pages))
+    k, v = ((t if t.dtype in STORED_DTYPES else t.double()) for t in (k_pages, v_pages))
     return reference(q.double(), k, v, table, lengths, k_scales, v_scales, q.shape[2] ** -0.5)
 
 
@@ -44,18 +43,19 @@ def test_unequal_documents_over_scattered_pages(heads, kv_heads, head_dim, dtype
 
 
 @pytest.mark.parametrize("path", paths("decode_attention"))
-def test_fp8_pages(path, device):
+@pytest.mark.parametrize("stored", STORED_DTYPES, ids=str)
+def test_quantised_pages(stored, path, device):
     dtype = DTYPES[0]
     k, v = (normal(2, 512, 64, dtype=dtype, device=device, seed=s) * 3 for s in (1, 2))
     with dispatch.override("kv_quant", "reference"):
-        (k8, k_scales), (v8, v_scales) = quantise_kv(k), quantise_kv(v)
+        (k8, k_scales), (v8, v_scales) = quantise_kv(k, dtype=stored), quantise_kv(v, dtype=stored)
     table = torch.arange(4, dtype=torch.int32, device=device).expand(3, 4)
     lengths = torch.tensor([512, 200, 77], dtype=torch.int32, device=device)
     q = normal(3, 6, 64, dtype=dtype, device=device, seed=3)
     arguments = (q, pages_view(k8), pages_view(v8), table, lengths)
     out, lse = run(path, *arguments, k_scales=k_scales.T, v_scales=v_scales.T)
     want, want_lse = expected(*arguments, k_scales.T, v_scales.T)
-    # FP8 pages are multiplied in float16, whatever q's dtype.
+    # Quantised pages are multiplied in float16, whatever q's dtype.
     assert relative_error(out, want) <= max(RELATIVE_ERROR[dtype], RELATIVE_ERROR[torch.float16])
     assert lse_error(lse, want_lse) <= LSE_ERROR[torch.float16]
 
@@ -96,7 +96,7 @@ def test_wrong_arguments():
         decode_attention(q, k, v, table[:1], lengths)
     with pytest.raises(ValueError, match=r"lengths: expected dtype torch.int32"):
         decode_attention(q, k, v, table, lengths.long())
-    with pytest.raises(ValueError, match=r"expected scales \[pages, kv_heads\] with FP8 pages, got None"):
+    with pytest.raises(ValueError, match=r"expected scales \[pages, kv_heads\] with quantised pages, got None"):
         decode_attention(q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), table, lengths)
     with pytest.raises(ValueError, match=r"expected None with torch.float32 pages"):
         decode_attention(q, k, v, table, lengths, k_scales=torch.ones(3, 2))

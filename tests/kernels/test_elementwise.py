@@ -5,7 +5,8 @@ import torch
 
 from kernels import dispatch
 from kernels.gated_mlp import gated_mlp
-from kernels.kv_quant import dequantise_kv, quantise_kv
+from kernels.kv_quant import STORED_DTYPES, dequantise_kv, quantise_kv
+from kernels.kv_quant.reference import LARGEST
 from kernels.rms_norm import rms_norm, rms_norm_fp8
 from kernels.rope import rope
 from kernels.swiglu import swiglu, swiglu_fp8
@@ -117,24 +118,43 @@ def test_rope(tokens, heads, head_dim, pairs, interleaved, dtype, path, device):
 
 @pytest.mark.parametrize("path", paths("kv_quant"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", STORED_DTYPES, ids=str)
 @pytest.mark.parametrize(("kv_heads", "tokens", "head_dim"), [(1, 1, 64), (3, 129, 64), (2, 300, 128), (1, 128, 96)])
-def test_kv_quantisation(kv_heads, tokens, head_dim, dtype, path, device):
+def test_kv_quantisation(kv_heads, tokens, head_dim, kept, dtype, path, device):
     x = normal(tokens, kv_heads, head_dim, dtype=dtype, device=device, seed=1).transpose(0, 1)
     with dispatch.override("kv_quant", path):
-        stored, scales = quantise_kv(x)
+        stored, scales = quantise_kv(x, dtype=kept)
         room = torch.full((kv_heads, tokens + 9, head_dim), 7.0, dtype=dtype, device=device)
         back = dequantise_kv(stored, scales, dtype=dtype, out=room[:, 4 : 4 + tokens])
     per_token = scales.repeat_interleave(128, 1)[:, :tokens, None]
-    assert fp8_error(stored, per_token, x.double()) <= 1.01
+    if kept == torch.int8:
+        error = (stored.double() * per_token.double() - x.double()).abs() / per_token.double()
+        assert error.max() <= 0.501, "half a step"
+    else:
+        assert fp8_error(stored, per_token, x.double()) <= 1.01
+    assert stored.dtype == kept
     tiles = torch.nn.functional.pad(x.double(), (0, 0, 0, -tokens % 128)).unflatten(1, (-1, 128))
-    assert torch.allclose(scales.double(), tiles.abs().amax((2, 3)) / 448, rtol=1e-6)
+    assert torch.allclose(scales.double(), tiles.abs().amax((2, 3)) / LARGEST[kept], rtol=1e-6)
     assert torch.equal(back, (stored.float() * per_token).to(dtype))
     rounded = torch.full_like(room, 7.0)
     with dispatch.override("kv_quant", path):
-        quantise_kv(x, rounded=rounded[:, 4 : 4 + tokens])
+        quantise_kv(x, dtype=kept, rounded=rounded[:, 4 : 4 + tokens])
     assert torch.equal(rounded, room)
     assert (room[:, :4] == 7).all()
     assert (room[:, 4 + tokens :] == 7).all()
+
+
+@pytest.mark.parametrize("path", paths("kv_quant"))
+def test_int8_rounds_halves_up_and_keeps_its_ends(path, device):
+    x = torch.zeros(1, 5, 64, device=device)
+    x[0, :, 0] = torch.tensor([127.0, 2.5, -2.5, -127.0, 0.49], device=device)
+    with dispatch.override("kv_quant", path):
+        stored, scales = quantise_kv(x, dtype=torch.int8)
+        nothing, one = quantise_kv(torch.zeros_like(x), dtype=torch.int8)
+    assert scales.tolist() == [[1.0]]
+    assert stored[0, :, 0].tolist() == [127, 3, -2, -127, 0]
+    assert (nothing == 0).all()
+    assert one.tolist() == [[1.0]]
 
 
 def test_wrong_arguments():
