@@ -22,13 +22,17 @@ MOST_WORK = 60  # pieces of work after which a victim that was not killed gives 
 
 
 class Other:
-    """A forked process that answers one order after the other."""
+    """A forked process that answers one order after the other. The last one made is to be closed first."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
         self._pipe, theirs = _FORK.Pipe()
-        self._process = _FORK.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self._process = _FORK.Process(target=self._run, args=(target, theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
+
+    def _run(self, target: Any, pipe: Connection, *arguments: Any) -> None:
+        self._pipe.close()  # a copy of the other end, which would keep the pipe from ever ending
+        target(pipe, *arguments)
 
     def send(self, *order: Any) -> None:
         self._pipe.send(order)
