@@ -127,7 +127,9 @@ class ComputedFront:
         return [kept[place] for place in range(len(self.chain))]
 
     def close(self) -> None:
+        """Give all memory back but the buffers that somebody still looks at."""
         self._rows.close()
+        self._buffers = BufferPool(0)
 
 
 class SplitReader:
