@@ -7,7 +7,7 @@ import torch
 
 from engine.chain import TokenIds
 from engine.engine import LocalEngine
-from engine.interfaces import Fidelity
+from engine.interfaces import AnswerRequest, Fidelity, SamplingParams
 from engine.model import Model
 from engine.sparse.settings import SparseSettings
 
@@ -28,7 +28,7 @@ def settings_of(engine: LocalEngine) -> SparseSettings:
 def open_prefix(engine: LocalEngine, prefix: TokenIds, *, salt: bytes, fidelity: Fidelity) -> Iterator[AttendPrefix]:
     """Attention to a stored prefix as the engine's answers have it, kept open. Raises KVMissing, OutOfMemory."""
     chain = engine.chain(prefix, salt, fidelity)
-    shared = engine._share(chain)
+    shared = engine._share(chain, AnswerRequest(prefix, prefix[-1:], salt, SamplingParams(), fidelity))
     try:
         yield shared.attend
     finally:
