@@ -28,9 +28,9 @@ from engine.interfaces import KVLayout
 from engine.kv_store import DiskLimits, LocalKVStore
 from engine.kv_store.layout import segment_file_bytes
 from loadtests.kv_documents import chain_of, read, write
-from loadtests.results import write_entry
+from loadtests.results import command_line, write_entry
 
-COMMAND = " ".join(["python -m loadtests.kv_soak", *sys.argv[1:]])
+COMMAND = command_line("loadtests.kv_soak", sys.argv[1:])
 LAYOUT = KVLayout(num_layers=4, bytes_per_token=16, layers_per_group=2)
 CAPS_WRITTEN = 22  # all documents together, as a multiple of the cap
 SHARED_TOKENS = 4096  # that every third document begins with

@@ -89,6 +89,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """How a figure is measured again, without this machine's paths."""
+    return " ".join([f"python -m {module}", *("FOLDER" if "/" in word else word for word in arguments)])
+
+
 def commit() -> str:
     """FOREWORD_COMMIT where set, else the checkout's (`+changes` where files differ from it), or nothing."""
     if given := os.environ.get("FOREWORD_COMMIT"):

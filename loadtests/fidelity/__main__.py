@@ -34,6 +34,7 @@ from loadtests.fidelity.evaluation import Evaluation  # noqa: E402
 from loadtests.fidelity.records import Key, Record, RecordFile  # noqa: E402
 from loadtests.fidelity.tasks import TaskDocument  # noqa: E402
 from loadtests.fidelity.variants import LATE, MEASURED, Engines, Variant  # noqa: E402
+from loadtests.results import command_line  # noqa: E402
 from service.prompt import PromptFormat  # noqa: E402
 
 log = logging.getLogger("loadtests.fidelity")
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = RecordFile(options.results / "fidelity.jsonl")
     if not options.report:
         try:
-            evaluate(options, records, command=command_line(arguments))
+            given = sys.argv[1:] if arguments is None else arguments
+            evaluate(options, records, command=command_line("loadtests.fidelity", given))
         except KeyboardInterrupt:
             log.info("stopped; what is done is kept")
     kept = records.newest()
@@ -170,12 +172,6 @@ def _line(record: Record) -> str:
         f"NLL {sum(record.nlls) / len(record.nlls):.3f}, density {record.density:.2f}{kept}, "
         f"prefill {record.prefill_s:.2f} s, answers {record.answer_s:.2f} s"
     )
-
-
-def command_line(arguments: Sequence[str] | None) -> str:
-    """How the figures are measured again, without the paths of this machine."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return " ".join(["python -m loadtests.fidelity", *("FOLDER" if "/" in word else word for word in given)])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,9 +23,9 @@ from loadtests.kv_faults.bench import Bench, Book
 from loadtests.kv_faults.processes import Other, fork_victims, write_beside
 from loadtests.kv_faults.redis_restart import RedisBench
 from loadtests.kv_faults.shim import Shim, command_under_shim, under_shim
-from loadtests.results import write_entry
+from loadtests.results import command_line, write_entry
 
-COMMAND = " ".join(["python -m loadtests.kv_faults", *sys.argv[1:]])
+COMMAND = command_line("loadtests.kv_faults", sys.argv[1:])
 SHARES: Mapping[str, float] = {
     "bit_flip": 0.255, "truncation": 0.12, "torn_write": 0.13, "stale_index": 0.08, "enospc": 0.11, "eio": 0.13,
     "slow_disk": 0.05, "two_writers": 0.04, "kill_in_write": 0.04, "kill_elsewhere": 0.02,
