@@ -85,8 +85,8 @@ class Housekeeper:
     def _is_over(self, job_id: str) -> bool:
         try:
             return self._queue.get(job_id).state in FINAL_STATES
-        except UnknownJob:
-            return True
+        except UnknownJob:  # of the command line, or long gone: it goes by its age
+            return False
 
     def sweep_orphans(self) -> int:
         """Remove folders of ingests that never came to a document. Returns how many."""

@@ -69,9 +69,9 @@ def draw_rows(
     guard = strata + np.stack([generator.integers(width, size=(heads, 2, count)) for generator in random])
     chosen = np.zeros((layers, heads, block), dtype=bool)
     np.put_along_axis(chosen, choice, True, axis=2)
-    while True:
+    for _ in range(samples):  # a very short segment may have no row that doesn't choose
         taken = np.take_along_axis(chosen, (guard % block).reshape(layers, heads, -1), axis=2).reshape(guard.shape)
-        if not taken.any() or samples == block:
+        if not taken.any():
             break
         guard = np.where(taken, (guard + 1) % rows, guard)
     # In row order, so that neighbours share what they can't see. Witnesses are told from guards by their place.

@@ -104,6 +104,13 @@ def test_guard_rows_never_choose() -> None:
     assert guard.max() < SEGMENT_TOKENS
 
 
+@pytest.mark.parametrize("rows", [1, 2, 31])
+def test_guard_rows_of_a_short_segment(rows: int) -> None:
+    _, guard = draw_rows(SETTINGS, HEADS, end=8192 + rows, rows=rows, seeds=list(range(20)))
+    assert guard.min() >= 0
+    assert guard.max() < rows
+
+
 def test_fewer_rows_are_sampled_the_longer_the_past() -> None:
     settings = default_settings("cuda")
     ends = (4096, 131_072, 131_073, 262_144, 262_145, 1 << 20, (1 << 20) + 1, 1 << 22)

@@ -295,7 +295,7 @@ def test_old_resume_points_are_swept_while_nothing_is_prefilled(bench: Bench) ->
 def test_what_a_killed_prefill_left_goes_with_its_job(bench: Bench) -> None:
     resume = ResumeFolder(bench.settings.data_dir / "resume", cap_bytes=1 << 30)
     cancelled, waiting = (bench.queue.put(NewJob("prefill", "t", {})).id for _ in range(2))
-    for owner in (cancelled, waiting, "of a queue that is gone"):
+    for owner in (cancelled, waiting, "ask:of the command line"):
         file = resume.open(owner, key="ab" * 32, hidden_bytes=100)
         assert file is not None
         file.close()  # as by a kill
@@ -303,10 +303,10 @@ def test_what_a_killed_prefill_left_goes_with_its_job(bench: Bench) -> None:
     bench.queue.cancel(cancelled)
     keeper = Housekeeper(bench.context, bench.documents, bench.kv, resume)
     keeper.forget_unfinished()
-    assert resume.unfinished() == {waiting}
+    assert resume.unfinished() == {waiting, "ask:of the command line"}
     assert at_work is not None
     at_work.close()
-    assert resume.unfinished() == {waiting, "at work"}
+    assert resume.unfinished() == {waiting, "ask:of the command line", "at work"}
 
 
 def test_missing_upload_is_an_error_not_a_crash(bench: Bench) -> None:
